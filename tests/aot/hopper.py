@@ -19,13 +19,20 @@ LATENT_SPILLS = {(3, 6): 32, (3, 7): 48, (3, 8): 288, (3, 9): 184}
 MIXED_SPILLS = {(3, 6): 8, (3, 7): 8, (3, 8): 8, (3, 9): 232}
 # At D 256, with ranges, as without first tokens; 8 bytes at D 128 with a soft cap (triton 3.7).
 FIRST_TOKENS_SPILLS = {(3, 6): 24, (3, 7): 40}
+# While one segment is folded, registers hold its sums, those of the segments before and the next scores. The loop over
+# tiles spills nothing.
+INVARIANT_SPILLS = {(3, 6): 464, (3, 7): 464, (3, 8): 464, (3, 9): 816}
 N, B, T, S, M = 64, 16, 512, 4, 16
 
 
-def prefill(layout, D, H, K, dtype=torch.bfloat16, sinks=False, ranges=0, T=T, S=S, stored=None, **features):
+def prefill(
+    layout, D, H, K, dtype=torch.bfloat16, sinks=False, ranges=0, T=T, S=S, stored=None, B=B, **features
+):  # fmt: skip
     def call():
         kv_cache = gpu(*layouts.kv_cache_shape(layout, N, B, K, D), dtype=stored or dtype)
         kv_cache = layouts.kv_cache_view(layout, kv_cache)
+        if layout == "X_PACKED":
+            kv_cache, features["value_cache"] = layouts.split_kv_cache(kv_cache, K, D)
         tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, M), (S,), (S + 1,)))
         given = {"sinks": gpu(H, dtype=torch.float32)} if sinks else {}
         if ranges:
@@ -66,6 +73,23 @@ VARIANTS = [
         latent(20, torch.float16, sinks=True, sliding_window=100, soft_cap=30.0),
         EXPECT,
         spills=LATENT_SPILLS,
+    ),
+    Variant(
+        "hopper-invariant-by-tma-by-copies-and-by-elements",
+        both(
+            prefill("NHD", 128, 32, 8, batch_invariant=True),
+            prefill("NHD", 64, 32, 8, torch.float16, T=4, B=12, batch_invariant=True),
+            prefill("X_PACKED", 128, 32, 8, batch_invariant=True),
+        ),
+        {
+            "cuda:90": (
+                *EXPECT["cuda:90"],
+                r"cp\.async\.cg\.shared\.global",
+                r"\.entry invariant_items_kernel",
+                r"\.entry invariant_states_kernel",
+            )
+        },
+        spills=INVARIANT_SPILLS,
     ),
     Variant("hopper-latent-h16", latent(16, B=64, T=4), COLUMNS),
     Variant(

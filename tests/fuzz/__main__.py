@@ -20,6 +20,7 @@ CAMPAIGNS = {
     "ambient": "every case of the registry under autocast, default devices and other states, against the same without",
     "invariant": "rows with batch_invariant in any batch, order, chunk and cache, bit by bit",
     "invariant_batches": "the same over hundreds of batches of a kind of kernel",
+    "invariant_hopper": "the same over the kinds that the batch-invariant Hopper kernel serves",
     "graphs": "captured steps against plain ones (imitated graphs on the CPU)",
 }
 

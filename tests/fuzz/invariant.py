@@ -85,11 +85,17 @@ class Setting:
     def cut(self, device: str) -> int:
         """Keys of a segment."""
         if device != "cpu":
-            from paged_ops.lowerings.gpu.attention.triton import invariant
-
-            return invariant.SEGMENT
+            *hopper, triton = with_cuts(device)
+            if hopper and self.has_hopper_kernel():
+                return hopper[0].SEGMENT if self.K >= hopper[0].FEW_HEADS else hopper[0].SHORTEST
+            return triton.SEGMENT
         fits = "block_sparse" not in self.features and self.latent != "rows"
         return 512 if self.path == "fused" and fits and fused.compiled() is not None else on_cpu.SEGMENT
+
+    def has_hopper_kernel(self) -> bool:
+        """Whether it is of the kinds that hopper/invariant.py serves."""
+        plain = self.features.keys() <= {"causal"} and self.G <= 64
+        return plain and self.dtype == self.kind != torch.float32 and self.D == self.Dv in (64, 128)
 
 
 @dataclasses.dataclass
@@ -296,15 +302,29 @@ def ordered_matmuls() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(np, "matmul", matmul)
 
 
+def with_cuts(device: str) -> tuple[Any, ...]:
+    """The modules of GPU kernels that have segments, those for Hopper first."""
+    from paged_ops.lowerings.gpu import target
+    from paged_ops.lowerings.gpu.attention.triton import invariant
+
+    if device == INTERPRETER or not target.target_of(torch.device(device, 0)).has_hopper_gluon:
+        return (invariant,)
+    from paged_ops.lowerings.gpu.attention.hopper import invariant as hopper
+
+    return hopper, invariant
+
+
 @contextlib.contextmanager
 def moved_cut(device: str, path: str) -> Iterator[None]:
     """Segments of another length."""
     if device != "cpu":
         from paged_ops.lowerings.gpu.attention import call
-        from paged_ops.lowerings.gpu.attention.triton import invariant
 
         call.forget()
-        with mock.patch.object(invariant, "SEGMENT", invariant.SEGMENT // 2):
+        with contextlib.ExitStack() as patched:
+            for each in with_cuts(device):
+                for name in {"SEGMENT", "SHORTEST"} & vars(each).keys():
+                    patched.enter_context(mock.patch.object(each, name, getattr(each, name) // 2))
             yield
         call.forget()
     elif path == "torch" or fused.compiled() is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listed
 from typing import Any
 from unittest import mock
@@ -81,7 +81,7 @@ def setting_of(number: int, seed: int, device: str) -> Setting:
     while len(forms) < 2:
         name = rng.choice([each for each in FORMS if Dv == D or each.startswith("separate")])
         if name != "x_packed" or D % (16 // kind.itemsize) == 0:
-            forms.append(Form.draw(rng, name, rng.choice((8, 16, 32, 64)), K, D, Dv, kind))
+            forms.append(Form.draw(rng, name, rng.choice((1, 8, 12, 16, 32, 64)), K, D, Dv, kind))
     if number % 2:
         forms[1] = forms[0]  # compiled once
     path = "fused" if device != "cpu" or rng.random() < 0.85 else "torch"
@@ -96,13 +96,13 @@ def run(case: Case) -> None:
 class Pool:
     """Sequences of one kind in two caches, and the bits that their last rows have alone."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, setting: Callable[[int, int, str], Setting] = setting_of) -> None:
         options = case.options
         number = case.number % options.variants if options.variants else case.number
         self.few = number % 3 == 0  # whether some batches have kernels for a few rows each
         self.case, self.rng, self.device = case, case.random, case.device
         self.planted = number % PLANTED == 0
-        self.s = s = setting_of(number, options.seed, options.device)
+        self.s = s = setting(number, options.seed, options.device)
         self.H, self.cut = s.K * s.G, s.cut(options.device)
         self.on_gpu = self.device.type == "cuda"
         self.dice = case.generator(self.device)

@@ -27,9 +27,10 @@ def kernels_of(target: Target) -> tuple[ModuleType, ...]:
 @functools.cache
 def hopper_kernels() -> tuple[ModuleType, ...]:
     from paged_ops.lowerings.gpu.attention.hopper import dense, fp8, latent_few, latent_fp8, mixed, shares
+    from paged_ops.lowerings.gpu.attention.hopper import invariant as invariant_hopper
     from paged_ops.lowerings.gpu.attention.hopper import latent as latent_hopper
 
-    return shares, mixed, dense, fp8, latent_few, latent_hopper, latent_fp8
+    return shares, mixed, dense, fp8, latent_few, latent_hopper, latent_fp8, invariant_hopper
 
 
 def choose(kernels: tuple[ModuleType, ...], spec: Spec, target: Target, shapes: Shapes) -> tuple[ModuleType, Choice]:

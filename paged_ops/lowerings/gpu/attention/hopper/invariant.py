@@ -1,0 +1,322 @@
+"""Batch-invariant attention on Hopper (sm_90) in Gluon, with the roles of dense.py: decodes and prompts in one kernel.
+
+As in triton/invariant.py, keys are cut into segments at fixed positions, each is computed from nothing, and the
+segments of a row are folded in one order: here from the last to the first, the order in which tiles are loaded.
+Segments have 1024 or 2048 keys, and more in very long sequences, see :func:`segment_of`.
+
+An item is a tile of query rows of one key/value head. If a sequence has few rows, an item is one segment of it, so that
+the segments of a long sequence go to all multiprocessors; the item's result is the state of its segment, and
+``invariant_states_kernel`` folds the states. Otherwise the consumer folds the segments: sums of the segments so far are
+in the workspace, in L2, as registers and shared memory are full. Whether segments are items may change with the batch;
+it changes no bit, as the same operations follow each other for each row. Programs take items by a counter.
+
+Each row takes the same instructions in tiles of 64 and of 128 rows: 64 rows of one warpgroup. Multiply-adds are written
+as such, and kernels are compiled without fusing others.
+
+Caches that TMA cannot address are loaded by the producer's threads, so that they get the same bits. That is slower.
+
+Letters: as in dense.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.hopper import dense, shares
+from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, Shared, shared_memory
+from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
+from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import consumer, scheduler
+from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch, aligned_rows, contiguous_rows
+from paged_ops.lowerings.gpu.attention.hopper.loader import loader
+from paged_ops.lowerings.gpu.attention.hopper.producer import producer
+from paged_ops.lowerings.gpu.attention.shared.segments import Cuts, fold_weights, segments_of
+from paged_ops.lowerings.gpu.attention.shared.tile import LOG2E, Batch, store_padding, store_rows
+from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
+from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, TileShape, not_applied
+from paged_ops.lowerings.gpu.target import Target
+
+SIZES = (64, 64), (128, 128)  # head sizes that were run on a GPU
+SEGMENT, SHORTEST, FEW_HEADS = 2048, 1024, 4  # keys, keys, key/value heads: see segment_of
+SEGMENTS = 120  # of a row, about
+WORKSPACE = 16 << 20  # of states of segments, in float32s
+COUNTERS = 4
+# Of invariant_states_kernel: elements of a state that a program folds at once, elements that it loads at once, and the
+# columns of a program if there are few sequences.
+MERGED, LOADED, COLUMNS = tl.constexpr(512), tl.constexpr(4096), 32
+# Names of spec.needs.
+APPLIES = frozenset({"causal", "lse", "batch_invariant", "float16", "bfloat16"})
+
+
+class Plan(NamedTuple):
+    """How the sequences of a batch become items."""
+
+    division: Division
+    cuts: Cuts
+
+
+def serves(spec: Spec, target: Target) -> list[str]:
+    """The reasons why it does not serve these calls; empty if it does. They are the same for all calls whose rows must
+    have equal bits: none is about the layout of the cache or of the queries."""
+    sizes = spec.k_side.size, spec.v_side.size
+    against = {
+        "batch_invariant: not asked for": not spec.batch_invariant,
+        f"head sizes: expected one of {SIZES}, got {sizes}": sizes not in SIZES,
+        f"dtype: expected float16 or bfloat16, got {spec.dtype}": spec.dtype not in (torch.float16, torch.bfloat16),
+        f"cache_dtype: expected {spec.dtype}, got {spec.storage.dtype}": spec.storage.dtype != spec.dtype,
+        f"num_heads: expected at most {WARPGROUP.value} per key/value head, got {spec.G}": spec.G > WARPGROUP.value,
+    }
+    return not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
+
+
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
+    """The choice for a batch; the reason if another kernel should serve it."""
+    if not shapes.numbers.scale > 0:
+        return "scale: expected a positive number"
+    rows, same = tuning.rows_of(shapes.T, shapes.S, spec.G)
+    M = WARPGROUP.value if same or shapes.T <= shapes.S else 2 * WARPGROUP.value
+    division = tuning.division(min(rows, WARPGROUP.value), shapes.S)
+    return M, loads_of(spec, shapes), division._replace(times=0, at_once=min(division.at_once, 1024)), shapes.S
+
+
+def loads_of(spec: Spec, shapes: Shapes) -> int:
+    """How the cache can be loaded: 2 by TMA, 1 by asynchronous copies of 16 bytes, 0 by elements."""
+    sides = spec.k_side, spec.v_side
+    whole = all(side.x == side.size and side.d == 1 for side in sides)
+    if whole and all(dense._matrix(side, spec) for side in sides) and dense.has_form(spec, shapes):
+        return 2
+    aligned = 16 // spec.dtype.itemsize
+    return int(whole and shapes.aligned and not any(n % aligned for side in sides for n in (side.n, side.b, side.k)))
+
+
+def segment_of(spec: Spec) -> int:
+    """The keys of the shortest segments. With few heads segments are shorter, so that more multiprocessors have one."""
+    return SEGMENT if spec.K >= FEW_HEADS else SHORTEST
+
+
+def shape_of(spec: Spec, M: int, tma: bool, shared_memory: int) -> HopperShape:
+    """The tile: 128 keys, with any number of rows."""
+    if not tma:  # a cache that TMA could address
+        side = spec.k_side._replace(x=spec.k_side.size, run=1, n=128 * spec.k_side.size, b=spec.k_side.size, k=0, d=1)
+        spec = spec._replace(B=128, K=1, k_side=side, v_side=side)
+    shape = dense.shape_of(spec, shared_memory) if M > WARPGROUP.value else shares.shape_of(spec, M, shared_memory)
+    assert shape.N == 128
+    return shape
+
+
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    M, loads, division, S = choice
+    Dv, P = spec.v_side.size, target.processors
+    if M == WARPGROUP.value:  # the rows of a token lie together: programs read all heads of a segment at about one time
+        P = tuning.programs_apart(spec.K, P) or P
+    tma = loads == 2
+    shape = shape_of(spec, M, tma, target.shared_memory)
+    if M == WARPGROUP.value:
+        shape = shape._replace(registers=(240, 56))
+    elif not tma:
+        shape = shape._replace(registers=(208, 208, 56))
+    else:
+        shape = shape._replace(registers=(216, 216, 40))
+    segment = segment_of(spec)
+    rows = tuning.power_of_2(division.rows)
+    cuts = Cuts(segment // shape.N, segment * SEGMENTS, rows, WORKSPACE // (rows * Dv))
+    read = spec
+    if are_copied(spec):
+        D = spec.k_side.size
+        read = spec._replace(query=(spec.K * spec.G * D, D, 1))
+    constants = {
+        "SPEC": read,
+        "PLAN": Plan(division, cuts),
+        "SHAPE": shape,
+        "enable_fp_fusion": False,
+        **target.overlap(),
+    }
+    described = dense.descriptors(spec, shape.page) if tma else [None] * (2 * dense.MOST_PARTS)
+    takes = PARTS if tma else (*PARTS, "key_cache", "value_cache")
+    floats = cuts.states * rows * Dv + P * M * Dv
+    size = floats + 2 * cuts.states * rows
+
+    def launches(counted: bool) -> tuple[Launch, ...]:
+        counter = "arrived" if counted else "taken"
+        others = {"taken", "arrived"} - {counter}
+        launcher = launcher_of(
+            invariant_items_kernel, {**constants, "LOADS": loads, "num_warps": 4}, target.device, (counter,)
+        )
+        query = contiguous_rows if are_copied(spec) else aligned_rows
+        main = HopperLaunch(launcher, (P, 1, 1), (*takes, counter), described, query)
+        tile = TileShape(M, shape.N, 0, Dv, 0, False)
+        merged = {"SPEC": spec.for_merge(), "PLAN": constants["PLAN"], "TILE": tile, "COLUMNS": columns}
+        merged |= {"num_warps": 1, "maxnreg": 255, "enable_fp_fusion": False, **target.overlap()}
+        without = (*others, *NOT_OF_MERGE)
+        merge = Launch(launcher_of(invariant_states_kernel, merged, target.device, without), grid, without)
+        if counted:
+            return main, merge
+        without = tuple(name for name in ALL if name != "taken")
+        zero = Launch(launcher_of(invariant_zero_kernel, {"num_warps": 1}, target.device, without), (1, 1, 1), without)
+        return zero, main, merge
+
+    columns = COLUMNS if S * spec.K <= 2 * P else Dv
+
+    def grid(numbers: Numbers) -> Grid:
+        return numbers.S * spec.K * (Dv // columns), 1, 1
+
+    return Launches(launches(True), (floats, size, size + COUNTERS), COUNTERS, launches(False))
+
+
+def are_copied(spec: Spec) -> bool:
+    """Whether query rows are copied first, as they are not whole pieces of 16 bytes."""
+    return dense.are_copied(spec) or spec.query[2] != 1
+
+
+NOT_OF_MERGE = "query", "key_cache", "value_cache", "block_tables", "alibi_slopes", "k_scale"
+ALL = (
+    *("out", "lse", "parts", "part_lse", "taken", "arrived", "query", "key_cache", "value_cache", "block_tables"),
+    *("seq_lens", "query_start_loc", "alibi_slopes", "sinks", "k_scale", "v_scale", "bidirectional_ranges"),
+    "output_scale",
+)
+
+
+@gluon.jit(do_not_specialize=Numbers._fields)
+def invariant_items_kernel(
+    tensors,  # Pointers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
+    k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of the parts; None where there are fewer, and without TMA
+    SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr, LOADS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Items of all sequences. ``arrived``, or ``taken``, are the counters, which are zero."""
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
+    batch = Batch(tensors, numbers, None)
+    shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None, None)  # type: ignore[call-arg]
+    fence_async_shared()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
+    if SHAPE.M == WARPGROUP:
+        gl.warp_specialize(
+            [
+                (scheduler, (batch, shared, SPEC, PLAN, SHAPE)),
+                (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
+                (load_tiles, (descs, batch, shared, SPEC, SHAPE, LOADS)),
+            ],
+            [4, 1],
+            SHAPE.registers,
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (scheduler, (batch, shared, SPEC, PLAN, SHAPE)),
+                (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
+                (consumer, (1, batch, shared, SPEC, PLAN, SHAPE)),
+                (load_tiles, (descs, batch, shared, SPEC, SHAPE, LOADS)),
+            ],
+            [4, 4, 1],
+            SHAPE.registers,
+        )
+
+
+@gluon.jit
+def load_tiles(descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, LOADS: gl.constexpr):
+    """The producer's role; LOADS: see :func:`loads_of`."""
+    if LOADS == 2:
+        producer(descs, batch, shared, SPEC, SHAPE, 32 // (SHAPE.N // SHAPE.page))
+    else:
+        loader(batch, shared, SPEC, SHAPE, LOADS == 1)
+
+
+@triton.jit(do_not_specialize=Numbers._fields)
+def invariant_zero_kernel(
+    tensors, scale, soft_cap, window, chunk, table_stride, S, T,
+):  # fmt: skip
+    """Zeroes the counters."""
+    tl.store(tensors.taken + tl.arange(0, 4), 0)
+
+
+@triton.jit(do_not_specialize=Numbers._fields)
+def invariant_states_kernel(
+    tensors,  # Pointers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
+    SPEC: tl.constexpr, PLAN: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Folds COLUMNS of the states of one sequence and key/value head, if its segments were items. Also writes the rows
+    of padding, and zeroes the counters."""
+    K: tl.constexpr = SPEC.K
+    G: tl.constexpr = SPEC.G
+    Dv: tl.constexpr = SPEC.v_side.size
+    TOKENS: tl.constexpr = TILE.M // G
+    DIVISION: tl.constexpr = PLAN.division
+    CUTS: tl.constexpr = PLAN.cuts
+    p = tl.program_id(0)
+    d = p % (Dv // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    unit = p // (Dv // COLUMNS)
+    s = unit // K
+    kh = unit % K
+    first_free = tl.load(tensors.query_start_loc + S)
+    store_padding(tensors, first_free + p, T, tl.num_programs(0), tl.arange(0, 1), tl.arange(0, Dv), SPEC.heads, Dv)
+    row_start = tl.load(tensors.query_start_loc + s)
+    q_len = tl.load(tensors.query_start_loc + s + 1) - row_start
+    seq_len = tl.load(tensors.seq_lens + s)
+    _segment, units, others = segments_of(q_len, seq_len, G, TOKENS, DIVISION.rows, CUTS, TILE.N)
+    before = 0  # items of the sequences before s
+    total = 0
+    for start in range(0, S, DIVISION.at_once):
+        s_ = start + tl.arange(0, DIVISION.at_once)
+        live = s_ < S
+        row_ = tl.load(tensors.query_start_loc + s_, mask=live, other=0)
+        q_ = tl.load(tensors.query_start_loc + s_ + 1, mask=live, other=0) - row_
+        _, units_, _ = segments_of(
+            q_, tl.load(tensors.seq_lens + s_, mask=live, other=0), G, TOKENS, DIVISION.rows, CUTS, TILE.N
+        )  # fmt: skip
+        units_ = tl.where(live, units_, 0)
+        total += tl.sum(units_)
+        before += tl.sum(tl.where(s_ < s, units_, 0))
+    if PDL:
+        gdc_wait()
+    if p == 0:
+        if tensors.arrived is not None:
+            tl.store(tensors.arrived + tl.arange(0, 4), 0)
+    if (units > others) & (total * K <= CUTS.states):
+        MOST: tl.constexpr = MERGED // COLUMNS
+        ROWS: tl.constexpr = CUTS.rows if CUTS.rows < MOST else MOST
+        AT_ONCE: tl.constexpr = 16 if ROWS * COLUMNS <= LOADED // 16 else LOADED // (ROWS * COLUMNS)
+        factor = scale * LOG2E
+        for first in range(0, q_len * G, ROWS):
+            row = first + tl.arange(0, ROWS)
+            live = row < q_len * G
+            acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+            m = tl.full([ROWS], float("-inf"), tl.float32)
+            l = tl.zeros([ROWS], tl.float32)
+            for begin in range(0, units, AT_ONCE):
+                states: tl.tuple = ()
+                for n in tl.static_range(AT_ONCE):  # all loads are under way before the first is needed
+                    at = units - 1 - begin - n
+                    there = live & (at >= 0)
+                    place = (((before + at) * K + kh) * CUTS.rows).to(tl.int64) + row
+                    m_part = tl.load(tensors.part_lse + place * 2, mask=there, other=float("-inf"))
+                    l_part = tl.load(tensors.part_lse + place * 2 + 1, mask=there, other=0.0)
+                    part = tl.load(tensors.parts + place[:, None] * Dv + d[None, :], mask=there[:, None], other=0.0)
+                    states += ((m_part, l_part, part),)
+                tl.debug_barrier()  # else ptxas would move the loads to their uses, one after the other
+                for n in tl.static_range(AT_ONCE):
+                    m_part, l_part, part = states[n]
+                    m_new, decay, weight = fold_weights(m, m_part, factor)
+                    takes = m_part != float("-inf")
+                    acc = tl.where(takes[:, None], tl.fma(acc, decay[:, None], part * weight[:, None]), acc)
+                    l = tl.where(takes, tl.fma(l, decay, l_part * weight), l)
+                    m = tl.where(takes, m_new, m)
+            seen = l != 0.0
+            share = tl.where(seen, 1.0 / tl.where(seen, l, 1.0), 0.0)
+            lse2 = tl.where(seen, tl.fma(m, factor, tl.log2(tl.where(seen, l, 1.0))), float("-inf"))
+            token = row_start + row // G
+            store_rows(tensors, acc * share[:, None], lse2, token, kh * G + row % G, live, d, SPEC.heads, Dv)
+    if PDL:
+        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read

@@ -1,0 +1,118 @@
+"""Loads of keys and values to shared memory without TMA, for caches of any layout: hopper/invariant.py.
+
+Tiles lie as producer.py loads them. With rows of whole pieces of 16 bytes, a warp copies them asynchronously; else it
+loads elements, which takes longer. Letters: see dense.py.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
+
+from paged_ops.lowerings.gpu.attention.hopper.head_chunks import as_tiles, rows_at_once
+from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, wait_empty
+from paged_ops.lowerings.gpu.attention.hopper.work import next_tiles, read_item
+from paged_ops.lowerings.gpu.gluon_names import load_async
+
+
+@gluon.jit
+def rows_at(cache, j, live, item, batch, SIDE: gl.constexpr, SPEC: gl.constexpr):
+    """The addresses of keys ``j``, or of values, in any layout."""
+    table = batch.tensors.block_tables + item.s.to(gl.int64) * batch.numbers.table_stride
+    block = gl.load(table + j // SPEC.B * SPEC.table, mask=live, other=0)
+    row = block.to(gl.int64) * SIDE.n + (j % SPEC.B).to(gl.int64) * SIDE.b
+    return cache + item.kh.to(gl.int64) * SIDE.k + row
+
+
+@gluon.jit
+def columns_of(SIDE: gl.constexpr, layout: gl.constexpr):
+    """The columns of a head, in elements from its first."""
+    d = gl.arange(0, SIDE.size, gl.SliceLayout(0, layout))
+    if SIDE.x == SIDE.size:
+        column = d * SIDE.d
+    else:
+        column = (d // SIDE.x) * SIDE.dx + (d % SIDE.x) * SIDE.d
+    return column
+
+
+@gluon.jit
+def load_chunk(rows, live, places, at, SIDE: gl.constexpr, ASYNC: gl.constexpr, layout: gl.constexpr):
+    """Load some rows of keys, or of values; 0 past the sequence. ASYNC: begin to."""
+    columns = columns_of(SIDE, layout)
+    if ASYNC:
+        load_async(places.index(at), rows[:, None] + columns[None, :], mask=live[:, None])
+    else:
+        places.index(at).store(gl.load(rows[:, None] + columns[None, :], mask=live[:, None], other=0.0))
+
+
+@gluon.jit
+def load_any(tile, at, places, item, batch, SPEC: gl.constexpr, SHAPE: gl.constexpr, ASYNC: gl.constexpr):
+    """Load the at-th tile of keys and of values from any layout, or begin to."""
+    K_SIDE: gl.constexpr = SPEC.k_side
+    V_SIDE: gl.constexpr = SPEC.v_side
+    SIZE: gl.constexpr = K_SIDE.size
+    ROWS: gl.constexpr = rows_at_once(SIZE)
+    CHUNKS: gl.constexpr = SHAPE.N // ROWS
+    AT_ONCE: gl.constexpr = 4 if ASYNC else 1  # chunks whose block ids are loaded before the first is needed
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [1, 1], [1, 0])
+    keys, values = batch.tensors.key_cache, batch.tensors.value_cache
+    first = at % SHAPE.stages * CHUNKS
+    for begin in range(0, CHUNKS, AT_ONCE):
+        for n in gl.static_range(AT_ONCE):
+            j = tile * SHAPE.N + (begin + n) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+            live = j < item.seq_len
+            k_rows = rows_at(keys, j, live, item, batch, K_SIDE, SPEC)
+            v_rows = rows_at(values, j, live, item, batch, V_SIDE, SPEC)
+            load_chunk(k_rows, live, places[0], first + begin + n, K_SIDE, ASYNC, layout)
+            load_chunk(v_rows, live, places[1], first + begin + n, V_SIDE, ASYNC, layout)
+
+
+@gluon.jit
+def end_loads(shared, at):
+    """Publish the at-th tiles, which have arrived."""
+    fence_async_shared()
+    fill(shared.k.ring, at)
+    fill(shared.v.ring, at)
+
+
+@gluon.jit
+def loader(batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, ASYNC: gl.constexpr):
+    """Loads the items' tiles of keys and values, the last one first, without TMA: one tile ahead, if ASYNC, which wants
+    rows of whole pieces of 16 bytes."""
+    SIZE: gl.constexpr = SPEC.k_side.size
+    ROWS: gl.constexpr = rows_at_once(SIZE)
+    K_PARTS: gl.constexpr = SHAPE.k.parts
+    V_PARTS: gl.constexpr = SHAPE.v.parts
+    dtype: gl.constexpr = shared.q_tiles[0].dtype
+    TILES: gl.constexpr = SHAPE.stages * (SHAPE.N // ROWS)
+    k_places = as_tiles(shared.k.pages, dtype, TILES, ROWS, K_PARTS)
+    v_places = as_tiles(shared.v.pages, dtype, TILES, ROWS, V_PARTS)
+    places = (k_places[0], v_places[0])
+    tiles = next_tiles(shared, 0, 1)
+    n = 0
+    total = 0
+    while tiles > 0:
+        item = read_item(shared, n, tiles, 1)
+        release(shared.item_ring, n)
+        for t in range(tiles):
+            at = total + t
+            if ASYNC and SHAPE.stages < 3 and t > 0:  # consumers release values after the next keys
+                async_copy.wait_group(0)
+                end_loads(shared, at - 1)
+            wait_empty(shared.k.ring, at)
+            wait_empty(shared.v.ring, at)
+            load_any(item.end_tile - 1 - t, at, places, item, batch, SPEC, SHAPE, ASYNC)
+            if ASYNC:
+                async_copy.commit_group()
+                if SHAPE.stages >= 3 and t > 0:
+                    async_copy.wait_group(1)
+                    end_loads(shared, at - 1)
+            else:
+                end_loads(shared, at)
+        total += tiles
+        if ASYNC:
+            async_copy.wait_group(0)
+            end_loads(shared, total - 1)
+        n += 1
+        tiles = next_tiles(shared, n, 1)

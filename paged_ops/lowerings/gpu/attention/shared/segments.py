@@ -1,0 +1,43 @@
+"""Segments of keys, for batch-invariant kernels in Triton and in Gluon: where they begin, and how states are folded."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Cuts(NamedTuple):
+    """Where segments begin, and the states of segments in the workspace."""
+
+    tiles: int  # of the shortest segments
+    span: int  # positions of rows with segments of equal length
+    rows: int  # packed query rows of a state
+    states: int  # that the workspace holds
+
+
+@triton.jit
+def segment_tiles(i, CUTS: tl.constexpr):
+    """The tiles of a segment of rows at positions ``i``."""
+    return (1 + tl.maximum(i, 0) // CUTS.span) * CUTS.tiles
+
+
+@triton.jit
+def segments_of(
+    q_len, seq_len, G: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CUTS: tl.constexpr, N: tl.constexpr
+):
+    """For sequences: the tiles of a segment, and the items of a key/value head, if segments are items and if not. A
+    sequence of up to ROWS packed rows has one item per segment, if its rows have equal cuts."""
+    tiles = segment_tiles(seq_len - q_len, CUTS)
+    few = (q_len > 0) & (q_len * G <= ROWS) & (tiles == segment_tiles(seq_len - 1, CUTS))
+    whole = (q_len + TOKENS - 1) // TOKENS
+    return tiles, tl.where(few, tl.maximum((seq_len + tiles * N - 1) // (tiles * N), 1), whole), whole
+
+
+@triton.jit
+def fold_weights(m, m_part, factor):
+    """The maximum of two states, and the factors of their sums."""
+    m_new = tl.maximum(m, m_part)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new) * factor
+    return m_new, tl.exp2(tl.fma(m, factor, -shift)), tl.exp2(tl.fma(m_part, factor, -shift))

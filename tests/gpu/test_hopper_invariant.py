@@ -1,0 +1,258 @@
+"""The batch-invariant Hopper kernel (hopper/invariant.py): which calls it takes, and its items; on a GPU, batches
+against float64, and the bits of the same rows in other batches and caches."""
+
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.helpers.gpu import GPU, captured_into
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+import triton
+
+import paged_ops
+from paged_ops import layouts
+from paged_ops.features import Features
+from paged_ops.lowerings.gpu import spec
+from paged_ops.lowerings.gpu.attention import choose
+from paged_ops.lowerings.gpu.attention.hopper import invariant, invariant_roles, work
+from paged_ops.lowerings.gpu.attention.shared import segments
+from paged_ops.lowerings.gpu.attention.triton import invariant as invariant_triton
+from tests.gpu.batches import SMALL, batch, compare, on_hopper
+from tests.gpu.pointers import Pointer, as_torch
+from tests.gpu.step import H200
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def planned(H=32, K=8, T=4, S=4, D=128, B=16, layout="NHD", dtype=BF16, stored=None, offset=0, scale=0.1, **features):
+    """The spec and the shapes of a call."""
+    shape = layouts.kv_cache_shape(layout, 5, B, K, D)
+    kv_cache = layouts.kv_cache_view(layout, torch.zeros(shape, dtype=stored or dtype))
+    kv_cache, value = layouts.split_kv_cache(kv_cache, K, D) if layout == "X_PACKED" else (kv_cache, None)
+    paged, f = layouts.paged_kv(kv_cache, value), Features(batch_invariant=True, **features)
+    query, tables = torch.zeros(T, H, D, dtype=dtype), torch.zeros(S, 2, dtype=torch.int32)
+    of_call = spec.spec_of(query, paged.key, paged.value, 0, tables, None, f, query.dtype, True)
+    return of_call, spec.Shapes(T, S, 5, 2, not offset, spec.numbers_of(f, scale, 2, S, T))
+
+
+def chosen(*args, **features):
+    of_call, shapes = planned(*args, **features)
+    kernels = tuple(kernel for kernel in choose.kernels_of(H200) if not kernel.serves(of_call, H200))
+    return choose.choose(kernels, of_call, H200, shapes)
+
+
+@pytest.mark.parametrize("T", [4, 16, 77, 4096])
+@pytest.mark.parametrize(("D", "dtype"), [(64, FP16), (128, BF16)])
+def test_the_layout_does_not_choose_the_kernel(T, D, dtype):
+    """All calls of a kind take one kernel with the same cuts, whatever TMA can address."""
+    caches = (
+        *({}, {"B": 1}, {"B": 12}, {"B": 1056}, {"layout": "HND"}, {"layout": "HND", "B": 1}),
+        *({"offset": 1}, {"layout": "X_PACKED"}),
+    )
+    choices = [chosen(T=T, D=D, dtype=dtype, **cache) for cache in caches]
+    assert {kernel for kernel, _ in choices} == {invariant}
+    assert [choice[1] for _, choice in choices] == [2, 1, 1, 2, 2, 1, 0, 0]
+    assert len({invariant.segment_of(planned(T=T, D=D, dtype=dtype, **cache)[0]) for cache in caches}) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *({"D": 96}, {"D": 256}, {"dtype": torch.float32}, {"stored": torch.float8_e4m3fn}, {"H": 130, "K": 2}),
+        *({"sliding_window": 100}, {"soft_cap": 3.0}, {"attention_chunk": 64}, {"scale": 0.0}),
+    ],
+    ids=str,
+)
+def test_leaves_to_triton(other):
+    assert chosen(**other)[0] is invariant_triton
+
+
+def items_by_the_code(heads, tokens, lens, monkeypatch, D=128, most=None):
+    """Of each item its key/value head, sequence, first token, tiles of keys and place; and the launch's constants."""
+    of_call, shapes = planned(*heads, sum(tokens), len(lens), D)
+    plan = choose.launches_of(invariant, of_call, SMALL, shapes)
+    constants = plan.launches[0]._launcher._constants
+    SPEC, SHAPE, (DIVISION, CUTS) = constants["SPEC"], constants["SHAPE"], constants["PLAN"]
+    assert plan.launches[1]._launcher._constants["PLAN"] == constants["PLAN"]
+    if most is not None:
+        CUTS = CUTS._replace(states=most)
+    as_torch(monkeypatch)
+    monkeypatch.setattr(segments, "tl", work.gl)
+    for module in (segments, invariant_roles):
+        for name, given in list(vars(module).items()):
+            if isinstance(given, triton.JITFunction):
+                monkeypatch.setattr(module, name, given.fn)
+    for name in ("item_at", "segments_of", "segment_tiles"):
+        monkeypatch.setattr(invariant_roles, name, {**vars(work), **vars(segments)}[name])
+    monkeypatch.setattr(invariant_roles, "gl", work.gl)
+    starts = torch.tensor([0, *tokens], dtype=torch.int32).cumsum(0).int()
+    tensors = SimpleNamespace(
+        query_start_loc=Pointer(starts),
+        seq_lens=Pointer(torch.tensor(lens, dtype=torch.int32)),
+        bidirectional_ranges=None,
+    )
+    given = SimpleNamespace(tensors=tensors, numbers=SimpleNamespace(S=len(lens), window=0, chunk=0))
+    counted = SPEC, DIVISION, CUTS, SHAPE
+    segmented = invariant_roles.total_items(torch.tensor(True), given, *counted) * SPEC.K <= CUTS.states
+    total = int(invariant_roles.total_items(segmented, given, *counted)) * SPEC.K
+    of_items = SimpleNamespace(short=segmented.int())
+    items = [
+        invariant_roles.item_of(torch.tensor(at), of_items, given, SPEC, invariant.Plan(DIVISION, CUTS), SHAPE)
+        for at in range(total)
+    ]
+    return items, SPEC, SHAPE, CUTS
+
+
+@pytest.mark.parametrize("most", [None, 0], ids=["segments", "no segments"])
+@pytest.mark.parametrize(
+    ("heads", "tokens", "lens"),
+    [
+        ((32, 8), [1] * 5, [9000, 1, 2048, 2049, 0]),
+        ((8, 1), [1, 0, 1], [70_000, 9, 300]),
+        ((16, 16), [4, 4], [2050, 5000]),
+        ((32, 8), [1, 300, 1, 17], [5000, 4000, 70, 3000]),
+        ((64, 1), [1, 2, 1], [3000, 200_000, 5]),
+        ((8, 1), [3], [122_881]),  # segments of its rows have two lengths
+    ],
+)
+def test_each_tile_of_each_row_is_in_one_item(heads, tokens, lens, most, monkeypatch):
+    """A whole tile of rows, or one segment; with a place of its own in the workspace."""
+    items, SPEC, SHAPE, CUTS = items_by_the_code(heads, tokens, lens, monkeypatch, most=most)
+    G, N, places = SPEC.G, SHAPE.N, []
+    covered = {}
+    for item in items:
+        kh, s, first_token, count, end, place = (
+            int(each) for each in (item.kh, item.s, item.first_token, item.tiles, item.end_tile, item.oldest)
+        )
+        assert 0 < count <= end
+        covered.setdefault((kh, s, first_token, place >= 0), []).extend(range(end - count, end))
+        if place >= 0:
+            assert most is None and tokens[s] * G <= CUTS.rows
+            places.append(place)
+            tile = int(segments.segment_tiles(torch.tensor(lens[s] - 1), CUTS))
+            assert (end - count) % tile == 0 and (end % tile == 0 or end == -(-lens[s] // N))
+    assert sorted(places) == sorted({*places}) and all(place < CUTS.states for place in places)
+    wanted = {
+        (kh, s, first) for kh in range(SPEC.K) for s, n in enumerate(tokens) for first in range(0, n, SHAPE.M // G)
+    }
+    assert {key[:3] for key in covered} == wanted and len(covered) == len(wanted)
+    for (_, s, first, _), tiles in covered.items():
+        last = lens[s] - tokens[s] + min(first + SHAPE.M // G, tokens[s]) - 1
+        assert sorted(tiles) == list(range(max(last // N + 1, 1)))
+    assert bool(places) == (most is None and tokens != [3])
+
+
+BATCHES = {
+    "decodes": {"heads": (32, 8), "tokens": [1] * 6, "lens": [9000, 1, 0, 128, 2049, 700]},
+    "one head, long": {"heads": (8, 1), "tokens": [1, 1], "lens": [140_000, 3], "B": 64},
+    "chunks": {"heads": (32, 8), "tokens": [1, 300, 130, 17], "lens": [5000, 4000, 130, 3000], "padding": 5},
+    "16 tokens": {"heads": (32, 8), "tokens": [16] * 3, "lens": [4100, 16, 9000]},
+    "more rows than keys": {"heads": (8, 2), "tokens": [40, 7], "lens": [9, 7]},
+    "not causal": {"heads": (16, 4), "tokens": [16, 70], "lens": [5000, 700], "causal": False},
+    "head size 64, float16": {"heads": (32, 4), "tokens": [1, 200], "lens": [4500, 3000], "D": 64, "dtype": FP16},
+    "block 1": {"heads": (32, 8), "tokens": [1, 200], "lens": [5000, 2500], "B": 1},
+    "block 12, head-major": {"heads": (32, 8), "tokens": [1, 200], "lens": [5000, 2500], "B": 12, "layout": "HND"},
+    "packed": {
+        "heads": (16, 2),
+        "tokens": [1, 200],
+        "lens": [5000, 2500],
+        "D": 64,
+        "dtype": FP16,
+        "layout": "X_PACKED",
+    },
+}
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_against_float64(name):
+    given = dict(BATCHES[name])
+    layout = given.get("layout")
+    if layout == "X_PACKED":
+        given["layout"] = "NHD"
+    call, features, wanted = batch(**given)
+    if layout == "X_PACKED":
+        paged = layouts.paged_kv(call[1])
+        key, value = packed(paged.key.flatten(3), paged.value)
+        call, features = (call[0], key, *call[2:]), {**features, "value_cache": value}
+    out, lse = paged_ops.paged_attention_with_lse(*call, **features, batch_invariant=True)
+    compare(out, lse, *wanted)
+    same = paged_ops.paged_attention(*call, **features, batch_invariant=True)  # compiled without lse
+    assert torch.equal(bits(out), bits(same))
+
+
+def bits(x):
+    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def packed(key, value):
+    """``[N, B, K, D]`` as keys in pieces of 16 bytes and values token by token: views ``[N, B, K, D/x, x]``."""
+    x = 16 // key.element_size()
+    keys = key.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4)
+    return keys, value.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+
+# Block size, elements before the first, heads first.
+CACHES = [(16, 0, False), (64, 0, True), (1, 0, False), (12, 0, True), (16, 1, False)]
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(
+    ("heads", "D", "dtype"), [((32, 8), 128, BF16), ((8, 1), 128, FP16), ((16, 16), 64, BF16)], ids=str
+)
+def test_rows_have_the_same_bits_in_any_batch_and_cache(heads, D, dtype):
+    """Also captured, with other lengths when it is replayed."""
+    (H, K), n, dice = heads, 5000, random.Random(0)
+    torch.manual_seed(0)
+    key, value = (torch.randn(n, K, D, device=GPU).to(dtype) for _ in "kv")
+    query = torch.randn(n, H, D, device=GPU).to(dtype)
+
+    def attend(parts, cache=CACHES[0], capture=False):
+        B, offset, heads_first = cache
+        of = [-(-end // B) for _, end in parts]
+        N = sum(of) + 2
+        memory = torch.full((N * 2 * B * K * D + offset,), torch.nan, dtype=dtype, device=GPU)[offset:]
+        shape = (N, 2, K, B, D) if heads_first else (N, 2, B, K, D)
+        kv_cache = memory.view(shape).transpose(2, 3) if heads_first else memory.view(shape)
+        ids, tables = dice.sample(range(N), N), torch.zeros(len(parts), max(of), dtype=torch.int32)
+        for s, (_, end) in enumerate(parts):
+            own = torch.tensor([ids.pop() for _ in range(of[s])])
+            tables[s, : of[s]] = own
+            at = own.to(GPU).repeat_interleave(B)[:end], torch.arange(end, device=GPU) % B
+            kv_cache[at[0], 0, at[1]], kv_cache[at[0], 1, at[1]] = key[:end], value[:end]
+        starts = torch.tensor([0, *(end - first for first, end in parts)]).cumsum(0)
+        lens = torch.tensor([end for _, end in parts], dtype=torch.int32, device=GPU)
+        rows = torch.cat([query[first:end] for first, end in parts])
+        call = rows, kv_cache, tables.to(GPU), lens, starts.to(GPU, torch.int32), D**-0.5
+        results = paged_ops.paged_attention_with_lse(*call, batch_invariant=True)
+        if capture:
+            graph, given = torch.cuda.CUDAGraph(), lens.clone()
+            lens.fill_(1)
+            torch.cuda.synchronize(GPU)
+            with captured_into(graph):
+                results = paged_ops.paged_attention_with_lse(*call, batch_invariant=True)
+            lens.copy_(given)
+            for each in results:
+                each.fill_(torch.nan)
+            graph.replay()
+            torch.cuda.synchronize(GPU)
+        return [[bits(each[a:b]) for each in results] for a, b in itertools.pairwise(starts)]
+
+    ((out, lse),) = attend([(0, n)])
+    rows = sorted({0, 1023, 2047, 2048, n - 1, *dice.sample(range(n), 8)})
+    cuts = sorted({0, n, *dice.sample(range(n), 4)})
+    chunks = list(itertools.pairwise(cuts))
+    for cache in CACHES:
+        for parts in ([(i, i + 1) for i in rows], chunks, [(max(i - 3, 0), i + 1) for i in rows], [(n - 1, n)]):
+            together = [*parts, *chunks[:1]] if cache == CACHES[0] and parts is not chunks else parts
+            for which in {tuple(parts), tuple(together)}:
+                found = attend(list(which), cache, capture=len(which) == len(rows))
+                for (first, end), (out_, lse_) in zip(which, found, strict=True):
+                    assert torch.equal(out_, out[first:end]) and torch.equal(lse_, lse[first:end]), (cache, first, end)
