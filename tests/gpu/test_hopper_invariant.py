@@ -4,6 +4,7 @@ against float64, and the bits of the same rows in other batches and caches."""
 import itertools
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -72,15 +73,16 @@ def test_leaves_to_triton(other):
     assert chosen(**other)[0] is invariant_triton
 
 
-def items_by_the_code(heads, tokens, lens, monkeypatch, D=128, most=None):
-    """Of each item its key/value head, sequence, first token, tiles of keys and place; and the launch's constants."""
+def items_by_the_code(heads, tokens, lens, monkeypatch, D=128, most=None, light=0):
+    """Of each item its key/value head, sequence, first token, tiles of keys and place; and the launch's constants.
+    ``light``: programs that first take short sequences."""
     of_call, shapes = planned(*heads, sum(tokens), len(lens), D)
     plan = choose.launches_of(invariant, of_call, SMALL, shapes)
     constants = plan.launches[0]._launcher._constants
-    SPEC, SHAPE, (DIVISION, CUTS) = constants["SPEC"], constants["SHAPE"], constants["PLAN"]
+    SPEC, SHAPE, PLAN = constants["SPEC"], constants["SHAPE"], constants["PLAN"]
     assert plan.launches[1]._launcher._constants["PLAN"] == constants["PLAN"]
     if most is not None:
-        CUTS = CUTS._replace(states=most)
+        PLAN = PLAN._replace(cuts=PLAN.cuts._replace(states=most))
     as_torch(monkeypatch)
     monkeypatch.setattr(segments, "tl", work.gl)
     for module in (segments, invariant_roles):
@@ -95,17 +97,22 @@ def items_by_the_code(heads, tokens, lens, monkeypatch, D=128, most=None):
         query_start_loc=Pointer(starts),
         seq_lens=Pointer(torch.tensor(lens, dtype=torch.int32)),
         bidirectional_ranges=None,
+        taken=None,
+        arrived=None,
     )
     given = SimpleNamespace(tensors=tensors, numbers=SimpleNamespace(S=len(lens), window=0, chunk=0))
-    counted = SPEC, DIVISION, CUTS, SHAPE
-    segmented = invariant_roles.total_items(torch.tensor(True), given, *counted) * SPEC.K <= CUTS.states
-    total = int(invariant_roles.total_items(segmented, given, *counted)) * SPEC.K
-    of_items = SimpleNamespace(short=segmented.int())
+    taken: list[Any] = []
+    monkeypatch.setattr(invariant_roles, "take_in_time", lambda work, *_: taken.append(work))
+    monkeypatch.setattr(invariant_roles.gl, "num_programs", lambda axis: SMALL.processors, raising=False)
+    monkeypatch.setattr(invariant_roles, "ANY_LENGTH", invariant_roles.ANY_LENGTH.value)
+    monkeypatch.setattr(invariant_roles, "light_programs", lambda *_: torch.tensor(light))
+    invariant_roles.scheduler(given, None, None, SPEC, PLAN, SHAPE)
+    (of_items,) = taken
     items = [
-        invariant_roles.item_of(torch.tensor(at), of_items, given, SPEC, invariant.Plan(DIVISION, CUTS), SHAPE)
-        for at in range(total)
+        invariant_roles.item_of(torch.tensor(at), of_items, given, SPEC, PLAN, SHAPE)
+        for at in range(int(of_items.tiles) * SPEC.K)
     ]
-    return items, SPEC, SHAPE, CUTS
+    return items, SPEC, SHAPE, PLAN.cuts
 
 
 @pytest.mark.parametrize("most", [None, 0], ids=["segments", "no segments"])
@@ -145,6 +152,29 @@ def test_each_tile_of_each_row_is_in_one_item(heads, tokens, lens, most, monkeyp
         last = lens[s] - tokens[s] + min(first + SHAPE.M // G, tokens[s]) - 1
         assert sorted(tiles) == list(range(max(last // N + 1, 1)))
     assert bool(places) == (most is None and tokens != [3])
+
+
+@pytest.mark.parametrize("light", [3, -3])
+@pytest.mark.parametrize("prompt_first", [True, False])
+def test_short_sequences_are_at_the_front_of_the_items_and_prompts_at_the_back(light, prompt_first, monkeypatch):
+    """Both from the longest on, wherever they are in the batch."""
+    tokens, lens = ([300, 1, 1, 1], [5000, 100, 5000, 3000])
+    if not prompt_first:
+        tokens, lens = tokens[::-1], lens[::-1]
+    items, SPEC, SHAPE, CUTS = items_by_the_code((32, 8), tokens, lens, monkeypatch, light=light)
+    first = items[:: SPEC.K]  # of one head
+    segments = [int(each.tiles) for each in first if int(each.q_len) == 1]
+    assert len(segments) == 1 + 3 + 2 and segments[:3] == [CUTS.tiles] * 3
+    assert all(int(each.q_len) == 1 for each in first[: len(segments)])
+    of_prompt = [int(each.first_token) for each in first[len(segments) :]]
+    assert of_prompt == list(range(0, 300, SHAPE.M // SPEC.G))
+
+
+@pytest.mark.parametrize("tokens", [[3000], [1, 3000]])
+def test_prompts_come_first_if_no_program_is_for_short_sequences(tokens, monkeypatch):
+    items, *_ = items_by_the_code((32, 8), tokens, [3000] * len(tokens), monkeypatch)
+    tiles = [int(each.tiles) for each in items if int(each.q_len) > 1]
+    assert tiles == sorted(tiles, reverse=True) and int(items[0].q_len) == 3000
 
 
 BATCHES = {

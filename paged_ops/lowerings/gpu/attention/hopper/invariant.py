@@ -38,6 +38,7 @@ from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import consumer, s
 from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch, aligned_rows, contiguous_rows
 from paged_ops.lowerings.gpu.attention.hopper.loader import loader
 from paged_ops.lowerings.gpu.attention.hopper.producer import producer
+from paged_ops.lowerings.gpu.attention.hopper.ring import signal_of
 from paged_ops.lowerings.gpu.attention.shared.segments import Cuts, fold_weights, segments_of
 from paged_ops.lowerings.gpu.attention.shared.tile import LOG2E, Batch, store_padding, store_rows
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
@@ -47,6 +48,8 @@ from paged_ops.lowerings.gpu.target import Target
 SIZES = (64, 64), (128, 128)  # head sizes that were run on a GPU
 SEGMENT, SHORTEST, FEW_HEADS = 2048, 1024, 4  # keys, keys, key/value heads: see segment_of
 SEGMENTS = 120  # of a row, about
+OF_FEW_ROWS, OF_MANY_ROWS = (4, 1), (4, 2)  # Plan.lead and Plan.late with tiles of 64 and of 128 rows
+APART = True  # whether decodes have a multiple of the key/value heads as programs
 WORKSPACE = 16 << 20  # of states of segments, in float32s
 COUNTERS = 4
 # Of invariant_states_kernel: elements of a state that a program folds at once, elements that it loads at once, and the
@@ -61,6 +64,8 @@ class Plan(NamedTuple):
 
     division: Division
     cuts: Cuts
+    lead: int  # tiles that are still to be loaded when the next item is taken; 0: items are taken as by take_items
+    late: int  # see take_items
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
@@ -116,7 +121,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     """The launches of a choice."""
     M, loads, division, S = choice
     Dv, P = spec.v_side.size, target.processors
-    if M == WARPGROUP.value:  # the rows of a token lie together: programs read all heads of a segment at about one time
+    if APART and M == WARPGROUP.value:  # the rows of a token lie together: programs read them at about one time
         P = tuning.programs_apart(spec.K, P) or P
     tma = loads == 2
     shape = shape_of(spec, M, tma, target.shared_memory)
@@ -135,7 +140,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         read = spec._replace(query=(spec.K * spec.G * D, D, 1))
     constants = {
         "SPEC": read,
-        "PLAN": Plan(division, cuts),
+        "PLAN": Plan(division, cuts, *(OF_FEW_ROWS if M == WARPGROUP.value else OF_MANY_ROWS)),
         "SHAPE": shape,
         "enable_fp_fusion": False,
         **target.overlap(),
@@ -196,6 +201,7 @@ def invariant_items_kernel(
     numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     batch = Batch(tensors, numbers, None)
     shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None, None)  # type: ignore[call-arg]
+    ending = signal_of(SHAPE.slots)
     fence_async_shared()
     if PDL:
         gdc_wait()
@@ -204,9 +210,9 @@ def invariant_items_kernel(
     if SHAPE.M == WARPGROUP:
         gl.warp_specialize(
             [
-                (scheduler, (batch, shared, SPEC, PLAN, SHAPE)),
+                (scheduler, (batch, shared, ending, SPEC, PLAN, SHAPE)),
                 (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
-                (load_tiles, (descs, batch, shared, SPEC, SHAPE, LOADS)),
+                (load_tiles, (descs, batch, shared, ending, SPEC, PLAN, SHAPE, LOADS)),
             ],
             [4, 1],
             SHAPE.registers,
@@ -214,10 +220,10 @@ def invariant_items_kernel(
     else:
         gl.warp_specialize(
             [
-                (scheduler, (batch, shared, SPEC, PLAN, SHAPE)),
+                (scheduler, (batch, shared, ending, SPEC, PLAN, SHAPE)),
                 (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
                 (consumer, (1, batch, shared, SPEC, PLAN, SHAPE)),
-                (load_tiles, (descs, batch, shared, SPEC, SHAPE, LOADS)),
+                (load_tiles, (descs, batch, shared, ending, SPEC, PLAN, SHAPE, LOADS)),
             ],
             [4, 4, 1],
             SHAPE.registers,
@@ -225,12 +231,14 @@ def invariant_items_kernel(
 
 
 @gluon.jit
-def load_tiles(descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, LOADS: gl.constexpr):
+def load_tiles(
+    descs, batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr, LOADS: gl.constexpr
+):  # fmt: skip
     """The producer's role; LOADS: see :func:`loads_of`."""
     if LOADS == 2:
-        producer(descs, batch, shared, SPEC, SHAPE, 32 // (SHAPE.N // SHAPE.page))
+        producer(descs, batch, shared, SPEC, SHAPE, 32 // (SHAPE.N // SHAPE.page), ending, PLAN.lead)
     else:
-        loader(batch, shared, SPEC, SHAPE, LOADS == 1)
+        loader(batch, shared, ending, PLAN.lead, SPEC, SHAPE, LOADS == 1)
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
@@ -265,8 +273,8 @@ def invariant_states_kernel(
     row_start = tl.load(tensors.query_start_loc + s)
     q_len = tl.load(tensors.query_start_loc + s + 1) - row_start
     seq_len = tl.load(tensors.seq_lens + s)
-    _segment, units, others = segments_of(q_len, seq_len, G, TOKENS, DIVISION.rows, CUTS, TILE.N)
-    before = 0  # items of the sequences before s
+    _segment, units, _whole = segments_of(q_len, seq_len, G, TOKENS, DIVISION.rows, CUTS, TILE.N)
+    before = 0  # segments of the sequences before s
     total = 0
     for start in range(0, S, DIVISION.at_once):
         s_ = start + tl.arange(0, DIVISION.at_once)
@@ -284,7 +292,7 @@ def invariant_states_kernel(
     if p == 0:
         if tensors.arrived is not None:
             tl.store(tensors.arrived + tl.arange(0, 4), 0)
-    if (units > others) & (total * K <= CUTS.states):
+    if (units > 1) & (total * K <= CUTS.states):
         MOST: tl.constexpr = MERGED // COLUMNS
         ROWS: tl.constexpr = CUTS.rows if CUTS.rows < MOST else MOST
         AT_ONCE: tl.constexpr = 16 if ROWS * COLUMNS <= LOADED // 16 else LOADED // (ROWS * COLUMNS)

@@ -23,14 +23,26 @@ from paged_ops.lowerings.gpu.attention.hopper.consumer import (
     zero_values,
 )
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, first_of, widths_of
-from paged_ops.lowerings.gpu.attention.hopper.producer import not_kept, take_items
-from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, wait_full
-from paged_ops.lowerings.gpu.attention.hopper.work import Item, Work, item_at, light_programs, next_tiles, read_item
+from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, not_kept, take_items
+from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, stage_of, wait_full
+from paged_ops.lowerings.gpu.attention.hopper.work import (
+    Item,
+    end_items,
+    first_item,
+    item_at,
+    light_programs,
+    next_tiles,
+    read_item,
+    take,
+    write_item,
+)
 from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, keys_of_rows, needs_mask
 from paged_ops.lowerings.gpu.attention.shared.segments import fold_weights, segment_tiles, segments_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
 ANY_LENGTH = gl.constexpr(1 << 30)
+# Whether the first scores of a segment are multiplied while the sums of those before are stored.
+SCORES_FIRST = gl.constexpr(True)
 
 
 @gluon.jit
@@ -47,81 +59,134 @@ def lengths(s, live, batch):
     return row_start, q_len, gl.load(tensors.seq_lens + s, mask=live, other=0)
 
 
+class Items(NamedTuple):
+    """The items of a batch per key/value head, and how programs take them: see Work of work.py."""
+
+    tiles: Any  # all items
+    full: Any  # of them segments other than the last ones,
+    last: Any  # and last segments; tiles of rows are the others
+    few: Any
+    programs: Any
+    counters: Any
+
+
 @gluon.jit
 def items_of(start, segmented, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, CUTS: gl.constexpr,
              SHAPE: gl.constexpr):  # fmt: skip
-    """The items of a key/value head of sequences from ``start`` on, DIVISION.at_once of them, and the sequences."""
+    """The items of a key/value head of sequences from ``start`` on, DIVISION.at_once of them: the segments but the last
+    one, the last one, and tiles of rows; and the sequences."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [SHAPE.warps], [0])
     s = start + gl.arange(0, DIVISION.at_once, lanes)
     live = s < batch.numbers.S
     _row_start, q_len, seq_len = lengths(s, live, batch)
     TOKENS: gl.constexpr = SHAPE.M // SPEC.G
-    _tiles, units, whole = segments_of(q_len, seq_len, SPEC.G, TOKENS, DIVISION.rows, CUTS, SHAPE.N)
-    return gl.where(live, gl.where(segmented, units, whole), 0), s
+    _tiles, segments, whole = segments_of(q_len, seq_len, SPEC.G, TOKENS, DIVISION.rows, CUTS, SHAPE.N)
+    segments = gl.where(segmented, segments, 0)
+    return gl.maximum(segments - 1, 0), gl.minimum(segments, 1), gl.where(segments > 0, 0, whole), s
 
 
 @gluon.jit
 def total_items(segmented, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, CUTS: gl.constexpr, SHAPE: gl.constexpr):
-    """The items of a key/value head of all sequences."""
-    total = 0
+    """The items of a key/value head of all sequences: segments but the last ones, last ones, and tiles of rows."""
+    full = 0
+    last = 0
+    tiles = 0
     for start in range(0, batch.numbers.S, DIVISION.at_once):
-        units, _s = items_of(start, segmented, batch, SPEC, DIVISION, CUTS, SHAPE)
-        total += gl.sum(units, 0)
-    return total
+        full_, last_, tiles_, _s = items_of(start, segmented, batch, SPEC, DIVISION, CUTS, SHAPE)
+        full += gl.sum(full_, 0)
+        last += gl.sum(last_, 0)
+        tiles += gl.sum(tiles_, 0)
+    return full, last, tiles
 
 
 @gluon.jit
 def item_of(at, work, batch, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
-    """The at-th item. Heads come first, then segments, or tiles of rows from the last one on, then sequences. Its field
-    ``oldest`` is the place of its state; -1: it is a whole tile of rows."""
+    """The at-th item. Its field ``oldest`` is the place of its state; -1: it is a whole tile of rows.
+
+    Heads come first. Of their items, full segments come first, then the last ones, which are shorter, then tiles of
+    rows, of which later ones see more keys. So they are taken longest first if programs for short sequences begin at
+    the front, and the others at the back; if none is for short ones, all begin at the back.
+    """
     CUTS: gl.constexpr = PLAN.cuts
     DIVISION: gl.constexpr = PLAN.division
     K: gl.constexpr = SPEC.K
     TOKENS: gl.constexpr = SHAPE.M // SPEC.G
-    segmented = work.short > 0
     kh = at % K
+    of_segments = work.full + work.last
     unit = at // K
+    unit = gl.where((work.few == 0) & (work.tiles > of_segments), work.tiles - 1 - unit, unit)
+    is_full = unit < work.full
+    is_tile = unit >= of_segments
+    unit -= gl.where(is_full, 0, gl.where(is_tile, of_segments, work.full))
     s = 0
-    before = 0
+    before = 0  # items of the same kind of the sequences before s
+    states = 0  # segments of these sequences
     passed_items = 0
     for start in range(0, batch.numbers.S, DIVISION.at_once):
-        units, s_ = items_of(start, segmented, batch, SPEC, DIVISION, CUTS, SHAPE)
+        full, last, tiles_, s_ = items_of(start, of_segments > 0, batch, SPEC, DIVISION, CUTS, SHAPE)
+        units = gl.where(is_full, full, gl.where(is_tile, tiles_, last))
         passed = (passed_items + gl.associative_scan(units, 0, add) <= unit) & (s_ < batch.numbers.S)
         s += gl.sum(passed.to(gl.int32), 0)
         before += gl.sum(gl.where(passed, units, 0), 0)
+        states += gl.sum(gl.where(passed, full + last, 0), 0)
         passed_items += gl.sum(units, 0)
     row_start = gl.load(batch.tensors.query_start_loc + s)
     q_len = gl.load(batch.tensors.query_start_loc + s + 1) - row_start
     seq_len = gl.load(batch.tensors.seq_lens + s)
-    tiles, units, whole = segments_of(q_len, seq_len, SPEC.G, TOKENS, DIVISION.rows, CUTS, SHAPE.N)
-    by_segment = segmented & (units > whole)
-    first_token = gl.where(by_segment, 0, (whole - 1 - unit + before) * TOKENS)
+    tiles, segments, _whole = segments_of(q_len, seq_len, SPEC.G, TOKENS, DIVISION.rows, CUTS, SHAPE.N)
+    segment = gl.where(is_full, unit - before, segments - 1)
+    by_segment = (unit >= 0) & (segments > 1) & (is_full | (is_tile == 0))
+    first_token = gl.where(is_tile, (unit - before) * TOKENS, 0)
     item = item_at(kh, s, row_start, q_len, seq_len, first_token, True, batch, SPEC, SHAPE)
-    begin = gl.where(by_segment, (unit - before) * tiles, item.end_tile - item.tiles)
+    begin = gl.where(by_segment, segment * tiles, item.end_tile - item.tiles)
     # A segment that no row sees has one tile, masked like the last one of a sequence without keys.
     end = gl.where(by_segment, gl.maximum(gl.minimum(begin + tiles, item.end_tile), begin + 1), item.end_tile)
-    place = gl.where(by_segment, at, -1)
+    place = gl.where(by_segment, (states + segment) * K + kh, -1)
     return Item(
         kh, s, row_start, q_len, seq_len, first_token, end - begin, end, item.full_start, item.full_end, place
     )  # fmt: skip
 
 
 @gluon.jit
-def scheduler(batch, shared, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
-    """Takes items, and copies their query rows."""
+def scheduler(batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
+    """Takes items, and copies their query rows. ``ending``: see :func:`take_in_time`."""
     CUTS: gl.constexpr = PLAN.cuts
     DIVISION: gl.constexpr = PLAN.division
     programs = gl.num_programs(0)
-    units = total_items(programs > 0, batch, SPEC, DIVISION, CUTS, SHAPE)
-    segmented = units * SPEC.K <= CUTS.states
-    if not segmented:
-        units = total_items(segmented, batch, SPEC, DIVISION, CUTS, SHAPE)
+    full, last, tiles = total_items(programs > 0, batch, SPEC, DIVISION, CUTS, SHAPE)
+    fits = (full + last) * SPEC.K <= CUTS.states
+    if not fits:
+        full, last, tiles = total_items(fits, batch, SPEC, DIVISION, CUTS, SHAPE)
     few = light_programs(batch, ANY_LENGTH, programs, SPEC.G, DIVISION, DIVISION.rows, SHAPE.M, SHAPE.warps)
+    few = gl.where(full + last > 0, gl.maximum(few, -few), 0)  # short sequences are at the front of the items
     counters = batch.tensors.taken
     if batch.tensors.arrived is not None:
         counters = batch.tensors.arrived
-    work = Work(units, few, programs, counters, segmented.to(gl.int32))
-    take_items(item_of, work, batch, shared, SPEC, PLAN, SHAPE, 1 if SHAPE.M == WARPGROUP else 2)
+    work = Items(full + last + tiles, full, last, few, programs, counters)
+    if PLAN.lead:
+        take_in_time(work, batch, shared, ending, SPEC, PLAN, SHAPE)
+    else:
+        take_items(item_of, work, batch, shared, SPEC, PLAN, SHAPE, PLAN.late)
+
+
+@gluon.jit
+def take_in_time(work, batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
+    """As ``take_items`` of producer.py, but each item is taken when the producer fills ``ending``: it has PLAN.lead
+    tiles of the one before still to load. So programs end at about the same time, and their loads do not stop."""
+    last = work.tiles * SPEC.K - 1
+    reverse, start, at = first_item(work.few, work.programs)
+    ticket = gl.program_id(0)
+    n = 0
+    while ticket <= last:
+        item = item_of(gl.where(reverse, last - at, at), work, batch, SPEC, PLAN, SHAPE)
+        write_item(shared, n, item, SHAPE.warps)
+        begin_rows(batch.tensors.query, item, shared.q_groups, stage_of(shared.item_ring, n), SPEC, SHAPE, SHAPE.warps)
+        await_rows()
+        fill(shared.item_ring, n)
+        wait_full(ending, n)
+        ticket, at = take(work.counters, reverse, start, work.programs, last)
+        n += 1
+    end_items(shared, n, SHAPE.warps)
 
 
 class Rows(NamedTuple):
@@ -261,24 +326,25 @@ def step(sums, at, tile, item, rows, shared, SPEC: gl.constexpr, SHAPE: gl.const
 
 
 @gluon.jit
-def end_segment(total, acc, sums, rows, tile, which: gl.constexpr, batch, SPEC: gl.constexpr, CUTS: gl.constexpr,
-                SHAPE: gl.constexpr):  # fmt: skip
-    """Fold the segments that begin with a tile, and start again."""
-    V_PARTS: gl.constexpr = SHAPE.v.parts
-    WIDTHS: gl.constexpr = widths_of(V_PARTS)
-    folds = tile % segment_tiles(rows.at, CUTS) == 0
-    before = load_total(total, rows, which, batch, SPEC, CUTS, SHAPE)
-    after, made = fold(total, before, acc, sums.m, sums.l, folds, rows.factor, WIDTHS)
-    accs: gl.tuple = ()
-    for n in gl.static_range(len(WIDTHS)):
-        layout: gl.constexpr = acc[n].type.layout
-        row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-        stored = gl.convert_layout(folds & rows.live, row_layout)
+def store_total(
+    made, folds, rows, which: gl.constexpr, batch, SPEC: gl.constexpr, CUTS: gl.constexpr, SHAPE: gl.constexpr
+):
+    """Write the sums of the segments that were folded, of the rows that ``folds``."""
+    for n in gl.static_range(len(made)):
+        layout: gl.constexpr = made[n].type.layout
+        stored = gl.convert_layout(folds & rows.live, gl.SliceLayout(1, layout))
         gl.store(total_at(which, layout, n, batch, SPEC, CUTS, SHAPE), made[n], mask=stored[:, None])
+
+
+@gluon.jit
+def without(acc, m, l, folds, V_PARTS: gl.constexpr):
+    """The state at the beginning of a segment of the rows that ``folds``; that of others stays."""
+    accs: gl.tuple = ()
+    for n in gl.static_range(len(widths_of(V_PARTS))):
+        row_layout: gl.constexpr = gl.SliceLayout(1, acc[n].type.layout)
         accs += (gl.where(gl.convert_layout(folds, row_layout)[:, None], 0.0, acc[n]),)
-    m = gl.where(folds, float("-inf"), sums.m)
-    l_folds = gl.convert_layout(folds, gl.SliceLayout(1, sums.l.type.layout))
-    return after, State(accs, m, gl.where(l_folds[:, None], 0.0, sums.l))
+    l_folds = gl.convert_layout(folds, gl.SliceLayout(1, l.type.layout))
+    return State(accs, gl.where(folds, float("-inf"), m), gl.where(l_folds[:, None], 0.0, l))
 
 
 @gluon.jit
@@ -330,7 +396,8 @@ def attend(
     zero = gl.full([WARPGROUP], 0.0, gl.float32, s_rows)
     nothing = zero - float("inf")
     total = Total(nothing, zero)
-    state = State(zero_sums(WIDTHS), nothing, thread_sums(gl.full([WARPGROUP, N], 0.0, gl.float32, s_layout)))
+    no_weights = thread_sums(gl.full([WARPGROUP, N], 0.0, gl.float32, s_layout))
+    state = State(zero_sums(WIDTHS), nothing, no_weights)
     # Values past the sequence may be NaN: the first warpgroup zeroes them once.
     past = item.end_tile * N > item.seq_len
     if past:
@@ -346,7 +413,7 @@ def attend(
     s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, rows.tile, total_tiles, K_PARTS)])
     release_tile(shared.k.ring, total_tiles, SHAPE)
     t = 0  # tiles so far
-    before = state.acc
+    # What one round leaves for the next is set on both ways through it: else it would take registers all the time.
     while t < item.tiles:
         stop = gl.minimum(t + 1 + (item.end_tile - t - 1) % segment, item.tiles)
         sums = first_step(s, state, item.end_tile - 1 - t, item, rows, DTYPE, SPEC, SHAPE)
@@ -355,33 +422,35 @@ def attend(
         t = stop
         at = total_tiles + stop - 1
         wait_full(shared.v.ring, at)
-        if t < item.tiles:  # the first scores of the next segment are computed while this one is folded
+        pending = multiply_values(sums.p16, shared.v, at, sums.acc, V_PARTS)
+        before = load_total(total, rows, which, batch, SPEC, CUTS, SHAPE)
+        acc = wait_for(pending, V_PARTS)
+        release_tile(shared.v.ring, at, SHAPE)
+        if t < item.tiles:
+            folds = (item.end_tile - t) % segment_tiles(position, CUTS) == 0
+            total, made = fold(total, before, acc, sums.m, sums.l, folds, factor, WIDTHS)
+            state = without(acc, sums.m, sums.l, folds, V_PARTS)
+            if not SCORES_FIRST:
+                store_total(made, folds, rows, which, batch, SPEC, CUTS, SHAPE)
             wait_full(shared.k.ring, at + 1)
-            pending = multiply_values(sums.p16, shared.v, at, sums.acc, V_PARTS)
             s = multiply_keys(shared, rows.tile, at + 1, K_PARTS)
-            done = (warpgroup_mma_wait(1, deps=pending),)
-            release_tile(shared.v.ring, at, SHAPE)
-            total, state = end_segment(
-                total, done, sums, rows, item.end_tile - t, which, batch, SPEC, CUTS, SHAPE
-            )  # fmt: skip
+            if SCORES_FIRST:  # the sums are stored meanwhile
+                store_total(made, folds, rows, which, batch, SPEC, CUTS, SHAPE)
             s = warpgroup_mma_wait(0, deps=[s])
             release_tile(shared.k.ring, at + 1, SHAPE)
         else:
-            last = multiply_values(sums.p16, shared.v, at, sums.acc, V_PARTS)
-            before = load_total(total, rows, which, batch, SPEC, CUTS, SHAPE)
-            done = wait_for(last, V_PARTS)
-            release_tile(shared.v.ring, at, SHAPE)
-            state = State(done, sums.m, sums.l)
-    release(shared.item_ring, n)
-    if item.oldest < 0:
-        whole, of_all = fold(total, before, state.acc, state.m, state.l, rows.live, factor, WIDTHS)
-        seen = whole.l != 0.0
-        share = gl.where(seen, 1.0 / gl.where(seen, whole.l, 1.0), 0.0)
-        lse2 = gl.where(seen, gl.fma(whole.m, factor, gl.log2(gl.where(seen, whole.l, 1.0))), float("-inf"))
-        store_item(scaled(of_all, share, V_PARTS), lse2, item, 0, batch, which, False, SPEC, SHAPE)
-    else:
-        l_rows = gl.convert_layout(gl.sum(state.l, 1), s_rows)
-        store_state(state.acc, l_rows, state.m, item, batch, which, SPEC, CUTS, SHAPE)
+            release(shared.item_ring, n)
+            if item.oldest < 0:
+                whole, of_all = fold(total, before, acc, sums.m, sums.l, live, factor, WIDTHS)
+                seen = whole.l != 0.0
+                share = gl.where(seen, 1.0 / gl.where(seen, whole.l, 1.0), 0.0)
+                lse2 = gl.where(seen, gl.fma(whole.m, factor, gl.log2(gl.where(seen, whole.l, 1.0))), float("-inf"))
+                store_item(scaled(of_all, share, V_PARTS), lse2, item, 0, batch, which, False, SPEC, SHAPE)
+            else:
+                l_rows = gl.convert_layout(gl.sum(sums.l, 1), s_rows)
+                store_state(acc, l_rows, sums.m, item, batch, which, SPEC, CUTS, SHAPE)
+            total, state = Total(nothing, zero), State(zero_sums(WIDTHS), nothing, no_weights)
+            s = gl.full([WARPGROUP, N], 0.0, gl.float32, s_layout)
 
 
 @gluon.jit

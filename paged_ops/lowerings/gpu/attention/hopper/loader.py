@@ -77,9 +77,11 @@ def end_loads(shared, at):
 
 
 @gluon.jit
-def loader(batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, ASYNC: gl.constexpr):
+def loader(
+    batch, shared, ending, LEAD: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr, ASYNC: gl.constexpr
+):  # fmt: skip
     """Loads the items' tiles of keys and values, the last one first, without TMA: one tile ahead, if ASYNC, which wants
-    rows of whole pieces of 16 bytes."""
+    rows of whole pieces of 16 bytes. ``ending``, LEAD: as in ``producer`` of producer.py."""
     SIZE: gl.constexpr = SPEC.k_side.size
     ROWS: gl.constexpr = rows_at_once(SIZE)
     K_PARTS: gl.constexpr = SHAPE.k.parts
@@ -97,6 +99,9 @@ def loader(batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, ASYNC: gl.con
         release(shared.item_ring, n)
         for t in range(tiles):
             at = total + t
+            if LEAD:
+                if t == gl.maximum(tiles - LEAD, 0):
+                    fill(ending, n)
             if ASYNC and SHAPE.stages < 3 and t > 0:  # consumers release values after the next keys
                 async_copy.wait_group(0)
                 end_loads(shared, at - 1)

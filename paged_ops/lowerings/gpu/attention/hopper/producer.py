@@ -173,9 +173,13 @@ def load_both(descs, ids, first_lane, t, item, before, shared, SPEC: gl.constexp
 
 
 @gluon.jit
-def producer(descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, GROUP: gl.constexpr = 1):
+def producer(
+    descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, GROUP: gl.constexpr = 1, ending=None,
+    LEAD: gl.constexpr = 0,
+):  # fmt: skip
     """Loads the items' tiles of keys and values, the last of a sequence first. Each lane loads one block id of a GROUP
-    of tiles, while the tiles of the previous group are loaded; keys outside the sequence are masked later."""
+    of tiles, while the tiles of the previous group are loaded; keys outside the sequence are masked later. With LEAD,
+    and groups of several tiles, fills ``ending`` when an item has so many tiles left."""
     B: gl.constexpr = SPEC.B
     N: gl.constexpr = SHAPE.N
     PAGE: gl.constexpr = SHAPE.page
@@ -200,6 +204,9 @@ def producer(descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, GROU
                 load_both(descs, ids, 0, begin, item, total, shared, SPEC, SHAPE)
             else:
                 for t in range(begin, gl.minimum(begin + GROUP, tiles)):
+                    if LEAD:
+                        if t == gl.maximum(tiles - LEAD, 0):
+                            fill(ending, n)
                     load_both(descs, ids, (t - begin) * PAGES, t, item, total, shared, SPEC, SHAPE)
         total += tiles
         n += 1

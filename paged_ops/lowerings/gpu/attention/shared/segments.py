@@ -27,12 +27,12 @@ def segment_tiles(i, CUTS: tl.constexpr):
 def segments_of(
     q_len, seq_len, G: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CUTS: tl.constexpr, N: tl.constexpr
 ):
-    """For sequences: the tiles of a segment, and the items of a key/value head, if segments are items and if not. A
-    sequence of up to ROWS packed rows has one item per segment, if its rows have equal cuts."""
+    """For sequences: the tiles of a segment; the number of segments, if they are items, as the sequence has at most
+    ROWS packed rows, with equal cuts; else 0; and the number of tiles of rows."""
     tiles = segment_tiles(seq_len - q_len, CUTS)
     few = (q_len > 0) & (q_len * G <= ROWS) & (tiles == segment_tiles(seq_len - 1, CUTS))
-    whole = (q_len + TOKENS - 1) // TOKENS
-    return tiles, tl.where(few, tl.maximum((seq_len + tiles * N - 1) // (tiles * N), 1), whole), whole
+    segments = tl.maximum((seq_len + tiles * N - 1) // (tiles * N), 1)
+    return tiles, tl.where(few, segments, 0), (q_len + TOKENS - 1) // TOKENS
 
 
 @triton.jit
