@@ -2,27 +2,34 @@
 
     python benchmarks/gpu_invariant.py --commit $(git rev-parse HEAD) --out DIR/gpu_invariant.jsonl
     python benchmarks/gpu_invariant.py --parts fa3 --cases 1x131072        # next to FlashAttention-3 with one split
+    python benchmarks/gpu_invariant.py --parts times --vary SEGMENT=4096 --vary "LEADS=(0,0) APART=False"
 
 ``bits``: rows of one prompt alone, together, in chunks and next to prompts, over caches of several block sizes, layouts
 and alignments; all must have the bits of one prefill. ``times``: each case by the default op, with
 ``batch_invariant``, and by the default op again, in one process. ``fa3``: also FlashAttention-3 with ``num_splits=1``,
-which needs vLLM; engines use it for this purpose today. A line of JSON per result, as it comes; compiling takes most of
-the time. The exit code is 1 if a bit differs or a result is wrong.
+which needs vLLM; engines use it for this purpose today. ``--vary``: ``batch_invariant`` also with other values of the
+constants of hopper/invariant.py. A line of JSON per result, as it comes; compiling takes most of the time: the same
+command with ``--compile PROCESSES`` first does only that. The exit code is 1 if a bit differs or a result is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import contextlib
+import dataclasses
 import functools
 import importlib
 import itertools
 import json
+import multiprocessing
 import random
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -106,7 +113,40 @@ def bits(device: torch.device, n: int, rows: int, heads: tuple[int, int], D: int
     return {"part": "bits", "tokens": n, "heads": heads, "D": D, "dtype": str(dtype), "rows": of, "wrong": wrong}
 
 
-def times(case: cases.Case, device: torch.device, repeats: int, fa3: bool) -> dict[str, Any]:
+@contextlib.contextmanager
+def constants(varied: str) -> Iterator[None]:
+    """Inside it, constants of hopper/invariant.py have other values: "NAME=VALUE NAME=VALUE"."""
+    from paged_ops.lowerings.gpu.attention import call
+    from paged_ops.lowerings.gpu.attention.hopper import invariant
+
+    with contextlib.ExitStack() as patched:
+        for each in varied.split():
+            name, _, value = each.partition("=")
+            if not hasattr(invariant, name):
+                raise ValueError(f"--vary: hopper/invariant.py has no constant {name}")
+            patched.enter_context(mock.patch.object(invariant, name, ast.literal_eval(value)))
+        call.forget()
+        yield
+        call.forget()
+
+
+def small(case: cases.Case) -> cases.Case:
+    """A case with as many sequences, for which the same kernels are compiled."""
+    return dataclasses.replace(case, seqs=tuple((min(q, 256), min(n, 256)) for q, n in case.seqs))
+
+
+def compile_small(job: tuple[list[cases.Case], str, torch.device]) -> None:
+    """Compile what some cases need, with varied constants."""
+    given, varied, device = job
+    calls = contextlib.nullcontext() if varied == "default" else constants(varied)
+    with calls:
+        for case in given:
+            (inputs,) = cases.make_inputs(small(case), device, 1)[:1]
+            paged_ops.paged_attention(*inputs.args, **inputs.kwargs, batch_invariant=varied != "default")
+    torch.cuda.synchronize(device)
+
+
+def times(case: cases.Case, device: torch.device, repeats: int, fa3: bool, vary: Sequence[str]) -> dict[str, Any]:
     sets = measure.inputs_of(case, device)
     default = providers.PagedOps().prepare(sets)
     invariant = [functools.partial(call, batch_invariant=True) for call in default]
@@ -119,8 +159,9 @@ def times(case: cases.Case, device: torch.device, repeats: int, fa3: bool) -> di
         calls["FA3, one split"] = [one_split(each) for each in sets]
     rest = measure.REST_SECONDS if case.flops > 100 * case.bytes else 0.0
     record: dict[str, Any] = {"part": "times", "case": case.key}
-    for name, each in calls.items():
-        replay = measure.Replay(each, device)
+    for name, each in [*calls.items(), *((varied, invariant) for varied in vary)]:
+        with constants(name if name in vary else ""):
+            replay = measure.Replay(each, device)
         record[name] = {"error": measure.verify(replay, sets), "us": round(replay.median_us(repeats, rest), 2)}
         del replay
         torch.cuda.empty_cache()
@@ -146,6 +187,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=3001, help="of the prompt whose bits are compared")
     parser.add_argument("--rows", type=int, default=24, help="of it that are computed alone")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--vary", action="append", default=[], help='"NAME=VALUE NAME=VALUE", any number of times')
+    parser.add_argument("--compile", type=int, default=0, help="do nothing but compile, in that many processes")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, help="append one JSON line per result")
     args = parser.parse_args()
@@ -157,7 +200,15 @@ def main() -> int:
     if {"times", "fa3"} & {*parts}:
         chosen = [each for each in cases.gpu_cases() if each.group in args.groups.split(",")]
         chosen = [each for each in chosen if re.search(args.cases, each.key)]
-        jobs += [functools.partial(times, each, device, args.repeats, "fa3" in parts) for each in chosen]
+        if args.compile:
+            one, many = (
+                [each for each in chosen if (each.num_tokens == len(each.seqs)) == is_decode] for is_decode in (1, 0)
+            )
+            work = [(each, varied, device) for varied in ("", *args.vary, "default") for each in (many, one)]
+            with multiprocessing.get_context("spawn").Pool(args.compile) as pool:
+                pool.map(compile_small, work, chunksize=1)
+            return 0
+        jobs += [functools.partial(times, each, device, args.repeats, "fa3" in parts, args.vary) for each in chosen]
     bad = 0
     for job in jobs:
         try:

@@ -2,7 +2,7 @@
 
 As in triton/invariant.py, keys are cut into segments at fixed positions, each is computed from nothing, and the
 segments of a row are folded in one order: here from the last to the first, the order in which tiles are loaded.
-Segments have 1024 or 2048 keys, and more in very long sequences, see :func:`segment_of`.
+Segments have 1024 or 2048 keys, and more in long sequences: see :func:`segment_of` and ``segment_tiles``.
 
 An item is a tile of query rows of one key/value head. If a sequence has few rows, an item is one segment of it, so that
 the segments of a long sequence go to all multiprocessors; the item's result is the state of its segment, and
@@ -47,8 +47,9 @@ from paged_ops.lowerings.gpu.target import Target
 
 SIZES = (64, 64), (128, 128)  # head sizes that were run on a GPU
 SEGMENT, SHORTEST, FEW_HEADS = 2048, 1024, 4  # keys, keys, key/value heads: see segment_of
-SEGMENTS = 120  # of a row, about
-OF_FEW_ROWS, OF_MANY_ROWS = (4, 1), (4, 2)  # Plan.lead and Plan.late with tiles of 64 and of 128 rows
+SEGMENTS, FEWEST_SEGMENTS = 128, 16  # at most, of a long row: about so many in all key/value heads, and in one
+LEADS, LATE = (4, 4), (1, 2)  # Plan.lead and Plan.late, with one consumer and with two
+LIGHT, SCORES_FIRST = 0.45, True  # fields of Plan
 APART = True  # whether decodes have a multiple of the key/value heads as programs
 WORKSPACE = 16 << 20  # of states of segments, in float32s
 COUNTERS = 4
@@ -66,6 +67,8 @@ class Plan(NamedTuple):
     cuts: Cuts
     lead: int  # tiles that are still to be loaded when the next item is taken; 0: items are taken as by take_items
     late: int  # see take_items
+    light: float  # see light_programs
+    scores_first: bool  # whether the first scores of a segment are multiplied while the sums before are stored
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
@@ -120,7 +123,7 @@ def shape_of(spec: Spec, M: int, tma: bool, shared_memory: int) -> HopperShape:
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
     """The launches of a choice."""
     M, loads, division, S = choice
-    Dv, P = spec.v_side.size, target.processors
+    Dv, P, consumers = spec.v_side.size, target.processors, M // WARPGROUP.value
     if APART and M == WARPGROUP.value:  # the rows of a token lie together: programs read them at about one time
         P = tuning.programs_apart(spec.K, P) or P
     tma = loads == 2
@@ -133,14 +136,15 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         shape = shape._replace(registers=(216, 216, 40))
     segment = segment_of(spec)
     rows = tuning.power_of_2(division.rows)
-    cuts = Cuts(segment // shape.N, segment * SEGMENTS, rows, WORKSPACE // (rows * Dv))
+    span = segment * max(SEGMENTS // spec.K, FEWEST_SEGMENTS)
+    cuts = Cuts(segment // shape.N, span, rows, WORKSPACE // (rows * Dv))
     read = spec
     if are_copied(spec):
         D = spec.k_side.size
         read = spec._replace(query=(spec.K * spec.G * D, D, 1))
     constants = {
         "SPEC": read,
-        "PLAN": Plan(division, cuts, *(OF_FEW_ROWS if M == WARPGROUP.value else OF_MANY_ROWS)),
+        "PLAN": Plan(division, cuts, LEADS[consumers - 1], LATE[consumers - 1], LIGHT, SCORES_FIRST),
         "SHAPE": shape,
         "enable_fp_fusion": False,
         **target.overlap(),

@@ -41,8 +41,6 @@ from paged_ops.lowerings.gpu.attention.shared.segments import fold_weights, segm
 
 LOG2E = gl.constexpr(1.4426950408889634)
 ANY_LENGTH = gl.constexpr(1 << 30)
-# Whether the first scores of a segment are multiplied while the sums of those before are stored.
-SCORES_FIRST = gl.constexpr(True)
 
 
 @gluon.jit
@@ -157,7 +155,9 @@ def scheduler(batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr, SHA
     fits = (full + last) * SPEC.K <= CUTS.states
     if not fits:
         full, last, tiles = total_items(fits, batch, SPEC, DIVISION, CUTS, SHAPE)
-    few = light_programs(batch, ANY_LENGTH, programs, SPEC.G, DIVISION, DIVISION.rows, SHAPE.M, SHAPE.warps)
+    few = light_programs(
+        batch, ANY_LENGTH, programs, SPEC.G, DIVISION, DIVISION.rows, SHAPE.M, SHAPE.warps, 0, PLAN.light
+    )
     few = gl.where(full + last > 0, gl.maximum(few, -few), 0)  # short sequences are at the front of the items
     counters = batch.tensors.taken
     if batch.tensors.arrived is not None:
@@ -370,10 +370,11 @@ def store_state(
 
 @gluon.jit
 def attend(
-    item, n, total_tiles, factor, which: gl.constexpr, batch, shared, SPEC: gl.constexpr, CUTS: gl.constexpr,
+    item, n, total_tiles, factor, which: gl.constexpr, batch, shared, SPEC: gl.constexpr, PLAN: gl.constexpr,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """A consumer's rows of the n-th item, whose tiles are the ``total_tiles``-th and following."""
+    CUTS: gl.constexpr = PLAN.cuts
     MASKS: gl.constexpr = SPEC.masks
     N: gl.constexpr = SHAPE.N
     DTYPE: gl.constexpr = shared.q_tiles[0].dtype
@@ -430,11 +431,11 @@ def attend(
             folds = (item.end_tile - t) % segment_tiles(position, CUTS) == 0
             total, made = fold(total, before, acc, sums.m, sums.l, folds, factor, WIDTHS)
             state = without(acc, sums.m, sums.l, folds, V_PARTS)
-            if not SCORES_FIRST:
+            if not PLAN.scores_first:
                 store_total(made, folds, rows, which, batch, SPEC, CUTS, SHAPE)
             wait_full(shared.k.ring, at + 1)
             s = multiply_keys(shared, rows.tile, at + 1, K_PARTS)
-            if SCORES_FIRST:  # the sums are stored meanwhile
+            if PLAN.scores_first:  # the sums are stored meanwhile
                 store_total(made, folds, rows, which, batch, SPEC, CUTS, SHAPE)
             s = warpgroup_mma_wait(0, deps=[s])
             release_tile(shared.k.ring, at + 1, SHAPE)
@@ -456,7 +457,6 @@ def attend(
 @gluon.jit
 def consumer(which: gl.constexpr, batch, shared, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
     """64 of the rows of each item: their matmuls, softmax and output."""
-    CUTS: gl.constexpr = PLAN.cuts
     factor = batch.numbers.scale * LOG2E
     tiles = next_tiles(shared, 0, 4)
     n = 0
@@ -467,7 +467,7 @@ def consumer(which: gl.constexpr, batch, shared, SPEC: gl.constexpr, PLAN: gl.co
             skip(item, total, shared, SHAPE)
             release(shared.item_ring, n)
         else:
-            attend(item, n, total, factor, which, batch, shared, SPEC, CUTS, SHAPE)
+            attend(item, n, total, factor, which, batch, shared, SPEC, PLAN, SHAPE)
         total += tiles
         n += 1
         tiles = next_tiles(shared, n, 4)
