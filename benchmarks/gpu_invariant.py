@@ -116,6 +116,9 @@ def bits(device: torch.device, n: int, rows: int, heads: tuple[int, int], D: int
 @contextlib.contextmanager
 def constants(varied: str) -> Iterator[None]:
     """Inside it, constants of hopper/invariant.py have other values: "NAME=VALUE NAME=VALUE"."""
+    if not varied:
+        yield
+        return
     from paged_ops.lowerings.gpu.attention import call
     from paged_ops.lowerings.gpu.attention.hopper import invariant
 
@@ -138,8 +141,7 @@ def small(case: cases.Case) -> cases.Case:
 def compile_small(job: tuple[list[cases.Case], str, torch.device]) -> None:
     """Compile what some cases need, with varied constants."""
     given, varied, device = job
-    calls = contextlib.nullcontext() if varied == "default" else constants(varied)
-    with calls:
+    with constants("" if varied == "default" else varied):
         for case in given:
             (inputs,) = cases.make_inputs(small(case), device, 1)[:1]
             paged_ops.paged_attention(*inputs.args, **inputs.kwargs, batch_invariant=varied != "default")
@@ -149,7 +151,7 @@ def compile_small(job: tuple[list[cases.Case], str, torch.device]) -> None:
 def times(case: cases.Case, device: torch.device, repeats: int, fa3: bool, vary: Sequence[str]) -> dict[str, Any]:
     sets = measure.inputs_of(case, device)
     default = providers.PagedOps().prepare(sets)
-    invariant = [functools.partial(call, batch_invariant=True) for call in default]
+    invariant: list[Callable[[], Tensor]] = [functools.partial(call, batch_invariant=True) for call in default]
     calls: dict[str, list[Callable[[], Tensor]]] = {
         "default": default,
         "invariant": invariant,
