@@ -151,7 +151,7 @@ def compile_small(job: tuple[list[cases.Case], str, torch.device]) -> None:
 def times(case: cases.Case, device: torch.device, repeats: int, fa3: bool, vary: Sequence[str]) -> dict[str, Any]:
     sets = measure.inputs_of(case, device)
     default = providers.PagedOps().prepare(sets)
-    invariant: list[Callable[[], Tensor]] = [functools.partial(call, batch_invariant=True) for call in default]
+    invariant: list[Any] = [functools.partial(call, batch_invariant=True) for call in default]
     calls: dict[str, list[Callable[[], Tensor]]] = {
         "default": default,
         "invariant": invariant,

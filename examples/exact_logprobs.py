@@ -36,6 +36,7 @@ for batch_invariant in (True, False):
     paged = PagedCausalLM(model, batch_invariant=batch_invariant)
     kv_cache = paged.allocate_kv_cache(num_blocks=128, block_size=4)
     with GenerationLoop(paged, kv_cache, max_num_seqs=12, max_num_tokens=48) as loop:
+        loop.warm_up()  # compiles the kernels of a GPU in parallel, before the first request
         rollout = list(zip(prompts, loop.generate(prompts, params), strict=True))
         stats = loop.stats
     if batch_invariant:
