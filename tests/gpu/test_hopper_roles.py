@@ -1,6 +1,7 @@
-"""How the warps of the Hopper kernel over fp8 caches wait for each other, by their code on the CPU.
+"""How the warps of Hopper kernels wait for each other, by their code on the CPU: of the one over fp8 caches, and of the
+batch-invariant one.
 
-Scheduler, producer and converter run as threads, one at a time, in random turns that change at barriers; the consumers,
+Scheduler, producer, loader and converter run as threads, one at a time, in random turns that change at barriers; the consumers,
 whose code is arithmetic, are stood in for. Whoever reads a place of shared memory finds there what is meant for it, and
 all come to an end.
 """
@@ -18,7 +19,7 @@ import triton
 
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec
-from paged_ops.lowerings.gpu.attention.hopper import fp8, producer, ring, work
+from paged_ops.lowerings.gpu.attention.hopper import fp8, invariant_roles, loader, producer, ring, work
 from paged_ops.lowerings.gpu.attention.hopper.dense import Shared
 from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing
 from paged_ops.lowerings.gpu.attention.hopper.ring import Ring
@@ -27,6 +28,7 @@ from paged_ops.lowerings.gpu.attention.hopper.work import Item
 E4M3 = torch.float8_e4m3fn
 FIELDS, ROW_START, TILES = len(Item._fields), Item._fields.index("row_start"), Item._fields.index("tiles")
 TORN = "half written"
+STAGES = [0]  # of tiles, in the test that runs
 
 
 class Turns:
@@ -134,7 +136,7 @@ class Number(int):
 def by_code(monkeypatch, told, loaded):
     """The roles' functions, with what they call replaced."""
     language = SimpleNamespace(
-        full=lambda *_: 0, arange=lambda *_: 0, minimum=min, sum=lambda given, _: Number(given),
+        full=lambda *_: 0, arange=lambda *_: 0, minimum=min, maximum=max, sum=lambda given, _: Number(given),
         load=lambda *_: 0, where=lambda c, a, b: a if c else b,
         static_range=range, num_programs=lambda _: 1, program_id=lambda _: 0, join=lambda first, last: Joined(first),
         BlockedLayout=lambda *_: None, int32=None, int64=None, constexpr=object, tuple=tuple,
@@ -157,6 +159,10 @@ def by_code(monkeypatch, told, loaded):
         loaded[id(to.pages)] += 1
         ring.full_of(to.ring, n).arrive()
 
+    def load_any(tile, at, places, *_):
+        for each in places:
+            each.index(at % STAGES[0]).store(at)
+
     def halve_rows(n, shared, SHAPE):
         place = shared.q_groups.index(ring.stage_of(shared.item_ring, n))
         of, state = place.content
@@ -169,9 +175,11 @@ def by_code(monkeypatch, told, loaded):
         "await_rows": lambda: None, "load_tile": load_tile, "light_programs": lambda *_: 0,
         "first_item": lambda *_: (False, 0, 0), "rows_of": lambda *_: None, "work_item": lambda item, *_: told[item],
         "fence_async_shared": lambda: None, "halve_rows": halve_rows, "as_words": lambda given, *_: given,
-        "widen_words": lambda words, _: (words, words),
+        "widen_words": lambda words, _: (words, words), "item_of": lambda item, *_: told[item],
+        "async_copy": SimpleNamespace(wait_group=lambda _: None, commit_group=lambda: None),
+        "as_tiles": lambda pages, *_: pages, "rows_at_once": lambda _: 1, "load_any": load_any,
     }  # fmt: skip
-    for module in (ring, work, producer, fp8):
+    for module in (ring, work, producer, fp8, invariant_roles, loader):
         for name, given in list(vars(module).items()):
             stub = stubs.get(name, getattr(given, "fn", given) if isinstance(given, triton.JITFunction) else given)
             monkeypatch.setattr(module, name, stub)
@@ -288,6 +296,64 @@ def run_once(monkeypatch, seed, pairs, shape, of_bytes, halved):
         lambda: scheduler(batch, None, shared, pairs, None, shape),
         lambda: produce((None, None), batch, shared._replace(k=keys, v=values), pairs, of_bytes),
         lambda: converter(keys, values, shared, True, shape),
+        consumer(0, told, shared),
+        consumer(1, told, shared),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lead", [1, 4])
+@pytest.mark.parametrize("load", ["tma", "copies", "elements"])
+@pytest.mark.parametrize(("stages", "slots"), [(2, 2), (3, 2), (2, 1)])
+def test_items_are_taken_in_time(stages, slots, load, lead, monkeypatch):
+    """By take_in_time of invariant_roles.py, with its three ways of loading tiles."""
+    for seed in range(10):
+        with monkeypatch.context() as patched:
+            take_and_attend(patched, seed, stages, slots, load, lead)
+
+
+def take_and_attend(monkeypatch, seed, stages, slots, load, lead):
+    turns, chance = Turns(seed), random.Random(seed)
+    counts = [chance.choice([1, 1, 2, 3, 5, 9]) for _ in range(chance.randrange(1, 8))]
+    items = [Item(*[0] * FIELDS)._replace(tiles=count, row_start=n) for n, count in enumerate(counts)]
+    told = [(item, chance.random() < 0.5) for item in items]
+
+    def places():
+        return Places(lambda: Place(turns), 1, 128, 2)
+
+    def barriers(stages, arrivals):
+        return Places(lambda: Barrier(turns, arrivals), stages)
+
+    def ring_of(stages, releases):
+        return Ring(barriers(stages, 1), barriers(stages, releases))
+
+    def tiles_of():
+        pages = (places(),)
+        pages[0].dtype = None
+        return TileRing(pages, pages, ring_of(stages, 2))
+
+    STAGES[0] = stages
+    rows = (places(),)
+    rows[0].dtype = None
+    keys, values, ending = tiles_of(), tiles_of(), ring_of(slots, 1)
+    shared = Shared(places(), ring_of(slots, 3), rows[0], rows, keys, values, None, None, None, None, None)
+    by_code(monkeypatch, items, {id(each.pages): 0 for each in (keys, values)})
+    columns, masks = SimpleNamespace(parts=(128,), matrix=None, size=128), SimpleNamespace(first=0)
+    shape = SimpleNamespace(warps=4, stages=stages, slots=slots, N=128, page=16, k=columns, v=columns)
+    side = SimpleNamespace(size=128)
+    SPEC = SimpleNamespace(K=1, B=16, table=1, masks=masks, k_side=side, v_side=side)
+    plan = SimpleNamespace(lead=lead)
+    numbers = SimpleNamespace(T=0, S=len(items), table_stride=0)
+    batch = SimpleNamespace(tensors=SimpleNamespace(query=None, block_tables=0), numbers=numbers)
+    work_ = SimpleNamespace(tiles=len(items), few=0, programs=1, counters=None)
+    loads = {
+        "tma": lambda: producer.producer((None, None), batch, shared, SPEC, shape, 4, ending, lead),
+        "copies": lambda: loader.loader(batch, shared, ending, lead, SPEC, shape, True),
+        "elements": lambda: loader.loader(batch, shared, ending, lead, SPEC, shape, False),
+    }
+    turns.run(
+        lambda: invariant_roles.take_in_time(work_, batch, shared, ending, SPEC, plan, shape),
+        loads[load],
         consumer(0, told, shared),
         consumer(1, told, shared),
     )
