@@ -1,9 +1,9 @@
 """How the warps of Hopper kernels wait for each other, by their code on the CPU: of the one over fp8 caches, and of the
 batch-invariant one.
 
-Scheduler, producer, loader and converter run as threads, one at a time, in random turns that change at barriers; the consumers,
-whose code is arithmetic, are stood in for. Whoever reads a place of shared memory finds there what is meant for it, and
-all come to an end.
+Scheduler, producer, loader and converter run as threads, one at a time, in random turns that change at barriers; the
+consumers, whose code is arithmetic, are stood in for. Whoever reads a place of shared memory finds there what is meant
+for it, and all come to an end.
 """
 
 import random
