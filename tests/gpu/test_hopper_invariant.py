@@ -222,10 +222,9 @@ def bits(x):
 
 
 def packed(key, value):
-    """``[N, B, K, D]`` as keys in pieces of 16 bytes and values token by token: views ``[N, B, K, D/x, x]``."""
+    """``[N, B, K, D]`` as keys ``[N, K, D/x, B, x]`` in pieces of 16 bytes, and values ``[N, K, D, B]``."""
     x = 16 // key.element_size()
-    keys = key.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4)
-    return keys, value.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    return key.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).contiguous(), value.permute(0, 2, 3, 1).contiguous()
 
 
 # Block size, elements before the first, heads first.

@@ -2,7 +2,7 @@
 
 As in triton/invariant.py, keys are cut into segments at fixed positions, each is computed from nothing, and the
 segments of a row are folded in one order: here from the last to the first, the order in which tiles are loaded.
-Segments have 1024 or 2048 keys, and more in long sequences: see :func:`segment_of` and ``segment_tiles``.
+Segments have 1024 or 4096 keys, and more in long sequences: see :func:`segment_of` and ``segment_tiles``.
 
 An item is a tile of query rows of one key/value head. If a sequence has few rows, an item is one segment of it, so that
 the segments of a long sequence go to all multiprocessors; the item's result is the state of its segment, and
@@ -46,11 +46,9 @@ from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, TileSh
 from paged_ops.lowerings.gpu.target import Target
 
 SIZES = (64, 64), (128, 128)  # head sizes that were run on a GPU
-SEGMENT, SHORTEST, FEW_HEADS = 2048, 1024, 4  # keys, keys, key/value heads: see segment_of
+SEGMENT, SHORTEST, FEW_HEADS = 4096, 1024, 4  # keys, keys, key/value heads: see segment_of
 SEGMENTS, FEWEST_SEGMENTS = 128, 16  # at most, of a long row: about so many in all key/value heads, and in one
-LEADS, LATE = (4, 4), (1, 2)  # Plan.lead and Plan.late, with one consumer and with two
-LIGHT, SCORES_FIRST = 0.45, True  # fields of Plan
-APART = True  # whether decodes have a multiple of the key/value heads as programs
+LEADS, LIGHT = (8, 8), 0.45  # Plan.lead with one consumer and with two, and Plan.light
 WORKSPACE = 16 << 20  # of states of segments, in float32s
 COUNTERS = 4
 # Of invariant_states_kernel: elements of a state that a program folds at once, elements that it loads at once, and the
@@ -65,10 +63,8 @@ class Plan(NamedTuple):
 
     division: Division
     cuts: Cuts
-    lead: int  # tiles that are still to be loaded when the next item is taken; 0: items are taken as by take_items
-    late: int  # see take_items
+    lead: int  # tiles that are still to be loaded when the next item is taken
     light: float  # see light_programs
-    scores_first: bool  # whether the first scores of a segment are multiplied while the sums before are stored
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
@@ -124,7 +120,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     """The launches of a choice."""
     M, loads, division, S = choice
     Dv, P, consumers = spec.v_side.size, target.processors, M // WARPGROUP.value
-    if APART and M == WARPGROUP.value:  # the rows of a token lie together: programs read them at about one time
+    if M == WARPGROUP.value:  # the rows of a token lie together: programs read them at about one time
         P = tuning.programs_apart(spec.K, P) or P
     tma = loads == 2
     shape = shape_of(spec, M, tma, target.shared_memory)
@@ -144,7 +140,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         read = spec._replace(query=(spec.K * spec.G * D, D, 1))
     constants = {
         "SPEC": read,
-        "PLAN": Plan(division, cuts, LEADS[consumers - 1], LATE[consumers - 1], LIGHT, SCORES_FIRST),
+        "PLAN": Plan(division, cuts, LEADS[consumers - 1], LIGHT),
         "SHAPE": shape,
         "enable_fp_fusion": False,
         **target.overlap(),

@@ -23,7 +23,7 @@ from paged_ops.lowerings.gpu.attention.hopper.consumer import (
     zero_values,
 )
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, first_of, widths_of
-from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, not_kept, take_items
+from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, not_kept
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, stage_of, wait_full
 from paged_ops.lowerings.gpu.attention.hopper.work import (
     Item,
@@ -163,10 +163,7 @@ def scheduler(batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr, SHA
     if batch.tensors.arrived is not None:
         counters = batch.tensors.arrived
     work = Items(full + last + tiles, full, last, few, programs, counters)
-    if PLAN.lead:
-        take_in_time(work, batch, shared, ending, SPEC, PLAN, SHAPE)
-    else:
-        take_items(item_of, work, batch, shared, SPEC, PLAN, SHAPE, PLAN.late)
+    take_in_time(work, batch, shared, ending, SPEC, PLAN, SHAPE)
 
 
 @gluon.jit
@@ -431,13 +428,9 @@ def attend(
             folds = (item.end_tile - t) % segment_tiles(position, CUTS) == 0
             total, made = fold(total, before, acc, sums.m, sums.l, folds, factor, WIDTHS)
             state = without(acc, sums.m, sums.l, folds, V_PARTS)
-            if not PLAN.scores_first:
-                store_total(made, folds, rows, which, batch, SPEC, CUTS, SHAPE)
+            store_total(made, folds, rows, which, batch, SPEC, CUTS, SHAPE)
             wait_full(shared.k.ring, at + 1)
-            s = multiply_keys(shared, rows.tile, at + 1, K_PARTS)
-            if PLAN.scores_first:  # the sums are stored meanwhile
-                store_total(made, folds, rows, which, batch, SPEC, CUTS, SHAPE)
-            s = warpgroup_mma_wait(0, deps=[s])
+            s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, rows.tile, at + 1, K_PARTS)])
             release_tile(shared.k.ring, at + 1, SHAPE)
         else:
             release(shared.item_ring, n)
