@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -166,6 +167,33 @@ def test_the_kernels_of_all_batches_are_few(on_cuda, tokens, sequences, most):
     with precompile.noting([(T, S) for T, S in batches if T >= S]) as jobs:
         call()
     assert 3 < len(set(jobs)) <= most
+
+
+@pytest.mark.parametrize("masks", [{}, {"sliding_window": 100}], ids=["gluon", "triton"])
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (4, 4)], ids=str)
+@pytest.mark.parametrize(("tokens", "sequences"), [(8192, 256), (2048, 1024), (512, 8)])
+def test_no_batch_invariant_call_waits_for_a_compiler_after_warm_up(on_cuda, tokens, sequences, heads, masks):
+    """Of any tokens and sequences, also of equal lengths, such as a short prompt alone."""
+
+    H, K = heads
+    query, kv_cache = torch.empty(tokens, H, 128, dtype=torch.bfloat16), torch.empty(64, 2, 16, K, 128).bfloat16()
+    tables, starts = (torch.zeros(sequences + 1, *more, dtype=torch.int32) for more in ((32,), ()))
+
+    def attend(T, S):
+        attention = query[:T], kv_cache, tables[:S], starts[:S], starts[: S + 1], 0.1
+        gpu.paged_attention_with_lse(*attention, batch_invariant=True, **masks)
+
+    batches = tuning.covering_batches(tokens, sequences, equal_lengths=False)
+    with precompile.noting([(T, S) for T, S in batches if T >= S]) as jobs:
+        attend(7, 3)
+    kinds = set(jobs)
+    assert {job.name for job in kinds} & {"invariant_items_kernel", "invariant_decode_kernel"}
+    draw = random.Random(0)
+    few = [(draw.randint(1, 64), 1) for _ in range(10)]
+    for T, S in [*few, *((draw.choice((S, 5 * S, draw.randint(S, tokens))), S) for S in range(1, sequences, 7))]:
+        with precompile.noting() as of_call:
+            attend(min(T, tokens), S)
+        assert {*of_call} <= kinds, (T, S, [job.name for job in {*of_call} - kinds])
 
 
 def test_noting_ends_with_an_error(on_cuda):

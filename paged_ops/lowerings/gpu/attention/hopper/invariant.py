@@ -87,6 +87,8 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
         return "scale: expected a positive number"
     rows, same = tuning.rows_of(shapes.T, shapes.S, spec.G)
     M = WARPGROUP.value if same or shapes.T <= shapes.S else 2 * WARPGROUP.value
+    if same and shapes.T > shapes.S:
+        rows = WARPGROUP.value
     division = tuning.division(min(rows, WARPGROUP.value), shapes.S)
     return M, loads_of(spec, shapes), division._replace(times=0, at_once=min(division.at_once, 1024)), shapes.S
 
@@ -276,7 +278,8 @@ def invariant_states_kernel(
     _segment, units, _whole = segments_of(q_len, seq_len, G, TOKENS, DIVISION.rows, CUTS, TILE.N)
     before = 0  # segments of the sequences before s
     total = 0
-    for start in range(0, S, DIVISION.at_once):
+    counted = tl.where(units > 1, S, 0)  # else nothing is folded
+    for start in range(0, counted, DIVISION.at_once):
         s_ = start + tl.arange(0, DIVISION.at_once)
         live = s_ < S
         row_ = tl.load(tensors.query_start_loc + s_, mask=live, other=0)

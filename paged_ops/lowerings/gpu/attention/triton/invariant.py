@@ -112,7 +112,7 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice:
     spec = units_of(spec)
     few, many = tiles_of(spec, target)
     rows, same = tuning.rows_of(shapes.T, shapes.S, spec.G)
-    rows = min(rows, few.block_m)
+    rows = few.block_m if same and shapes.T > shapes.S else min(rows, few.block_m)
     programs = 2 * target.processors or tuning.INTERPRETER_PROGRAMS
     slots = WORKSPACE // (programs * rows * spec.v_side.size)
     cuts = Cuts(SEGMENT // few.block_n, min(max(slots, FEWEST_SLOTS), MOST_SLOTS))
