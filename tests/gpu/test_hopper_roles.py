@@ -176,6 +176,7 @@ def by_code(monkeypatch, told, loaded):
         "first_item": lambda *_: (False, 0, 0), "rows_of": lambda *_: None, "work_item": lambda item, *_: told[item],
         "fence_async_shared": lambda: None, "halve_rows": halve_rows, "as_words": lambda given, *_: given,
         "widen_words": lambda words, _: (words, words), "item_of": lambda item, *_: told[item],
+        "prefetch_ids": lambda *_: None,
         "async_copy": SimpleNamespace(wait_group=lambda _: None, commit_group=lambda: None),
         "as_tiles": lambda pages, *_: pages, "rows_at_once": lambda _: 1, "load_any": load_any,
     }  # fmt: skip

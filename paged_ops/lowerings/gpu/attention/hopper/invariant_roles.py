@@ -23,7 +23,7 @@ from paged_ops.lowerings.gpu.attention.hopper.consumer import (
     zero_values,
 )
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, first_of, widths_of
-from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, not_kept
+from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, not_kept, prefetch_ids
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, stage_of, wait_full
 from paged_ops.lowerings.gpu.attention.hopper.work import (
     Item,
@@ -177,6 +177,7 @@ def take_in_time(work, batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.const
     while ticket <= last:
         item = item_of(gl.where(reverse, last - at, at), work, batch, SPEC, PLAN, SHAPE)
         write_item(shared, n, item, SHAPE.warps)
+        prefetch_ids(batch, item, item.end_tile - item.tiles, SPEC, SHAPE)
         begin_rows(batch.tensors.query, item, shared.q_groups, stage_of(shared.item_ring, n), SPEC, SHAPE, SHAPE.warps)
         await_rows()
         fill(shared.item_ring, n)

@@ -121,6 +121,20 @@ def take_items(
 
 
 @gluon.jit
+def prefetch_ids(batch, item, tile, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Prefetch the block ids of an item, whose first key tile is ``tile``, to the L2."""
+    LINE: gl.constexpr = 32  # ids, of 128 bytes
+    first = tile * SHAPE.N // SPEC.B
+    end = gl.cdiv(gl.minimum((tile + item.tiles) * SHAPE.N, item.seq_len), SPEC.B)
+    row = batch.tensors.block_tables + item.s.to(gl.int64) * batch.numbers.table_stride
+    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    for start in range(first, end, 128 * LINE):
+        at = row + gl.minimum(start + thread * LINE, end - 1) * SPEC.table
+        asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+        gl.inline_asm_elementwise(asm, "=r,l", [at], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def not_kept(address):
     """The same address. Hides it from ptxas, which would spill the addresses of all lanes."""
     moved = gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [address], address.dtype, is_pure=False, pack=1)

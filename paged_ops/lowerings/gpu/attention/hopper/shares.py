@@ -32,7 +32,7 @@ from paged_ops.lowerings.gpu.attention.hopper.consumer import consumer
 from paged_ops.lowerings.gpu.attention.hopper.dense import BLOCK_M, HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, HopperLaunch
-from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, producer
+from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, prefetch_ids, producer
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, signal_of, stage_of
 from paged_ops.lowerings.gpu.attention.hopper.work import Item, end_items, write_item
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole, share_of, walk
@@ -122,20 +122,6 @@ def shape_of(spec: Spec, M: int, shared_memory: int) -> HopperShape:
     registers = (consumer, consumer, producer) if M > WARPGROUP.value else (consumer, max(producer, 56))
     whole = whole._replace(stages=stages, slots=slots, row_slots=slots, registers=registers)
     return whole._replace(M=M, N=N, page=min(whole.page, N))
-
-
-@gluon.jit
-def prefetch_ids(batch, item, tile, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Prefetch the block ids of an item, whose first key tile is ``tile``, to the L2."""
-    LINE: gl.constexpr = 32  # ids, of 128 bytes
-    first = tile * SHAPE.N // SPEC.B
-    end = gl.cdiv(gl.minimum((tile + item.tiles) * SHAPE.N, item.seq_len), SPEC.B)
-    row = batch.tensors.block_tables + item.s.to(gl.int64) * batch.numbers.table_stride
-    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    for start in range(first, end, 128 * LINE):
-        at = row + gl.minimum(start + thread * LINE, end - 1) * SPEC.table
-        asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-        gl.inline_asm_elementwise(asm, "=r,l", [at], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
