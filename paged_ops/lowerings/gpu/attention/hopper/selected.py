@@ -1,0 +1,310 @@
+"""Attention to selected latents on Hopper (sm_90) in Gluon, for at most 32 query heads: the keys are rows of the
+matmuls, as in latent_few.py.
+
+A unit is a token: its query rows are its heads, and its keys are those of its list. A list is cut into equal parts, so
+that few units fill the GPU, and programs take parts in turn. TMA cannot address rows that are not adjacent. So four
+warps find the rows of a tile by the list and the block table, and copy them 16 bytes at a time, in chunks of 64 columns
+as TMA would write them; a key that the token does not see is zeros there, and -inf is added to its scores. One
+warpgroup computes. merge_selected_kernel merges the parts.
+
+Letters: as in latent.py. Bytes of a selected key in bfloat16: 2 (R + P). Source of the idea: the sparse attention of
+DeepSeek-V3.2 and its FlashMLA kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.hopper import latent, latent_few, ring
+from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
+from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E
+from paged_ops.lowerings.gpu.attention.hopper.latent_roles import CHUNKS
+from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, HopperLaunch
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, Part
+from paged_ops.lowerings.gpu.attention.shared import masks
+from paged_ops.lowerings.gpu.attention.shared.tile import Batch
+from paged_ops.lowerings.gpu.attention.triton import merge
+from paged_ops.lowerings.gpu.attention.triton.selected import NOT_OF_MERGE, merge_selected_kernel
+from paged_ops.lowerings.gpu.gluon_names import load_async, reinterpret
+from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
+from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
+from paged_ops.lowerings.gpu.target import Target
+
+MOST_ROWS = 32  # query rows of a unit
+STAGES = 2  # tiles in shared memory
+UNITS = 2  # units whose query rows are in shared memory
+LOADERS = gl.constexpr(4)  # warps that copy keys
+REGISTERS = (96,)  # of these warps
+# What a part, and a merge, cost besides the tiles, in tiles: see parts_of.
+START, MERGE = 1, 2
+
+APPLIES = frozenset({"latent", "selected", "selection", "causal", "window", "chunk", "float16", "bfloat16"})
+
+
+def serves(spec: Spec, target: Target) -> list[str]:
+    if not spec.masks.selected:
+        return ["selected_keys: not given"]
+    # Any rows of whole pieces of 16 bytes.
+    against = latent.refusals(spec._replace(B=8), APPLIES, [spec.dtype], str(spec.dtype), 1)
+    if spec.heads > MOST_ROWS:
+        against.append(f"{spec.heads} query heads: more than {MOST_ROWS}")
+    return against
+
+
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
+    """The choice for a batch; the reason if another kernel should serve it."""
+    if not (shapes.numbers.scale > 0 and shapes.columns and shapes.aligned and shapes.T and spec.masks.selection.entries):
+        return NOT_TMA
+    return shapes.T, tuning.division(rows_of(spec), shapes.S), parts_of(shapes.T, tiles_of(spec), target.processors)
+
+
+def rows_of(spec: Spec) -> int:
+    """The query rows of a unit, padded."""
+    return max(8, tuning.power_of_2(spec.heads))
+
+
+def tiles_of(spec: Spec) -> int:
+    """The tiles of a list."""
+    selection = spec.masks.selection
+    return -(-selection.entries * selection.block // latent.KEYS)
+
+
+def parts_of(units: int, tiles: int, programs: int) -> int:
+    """The number of parts of a list with the shortest time, a power of two; no part is empty."""
+
+    def cost(parts: int) -> int:
+        rounds = -(-units * parts // programs)
+        return rounds * (-(-tiles // parts) + START) + (MERGE if parts > 1 else 0)
+
+    powers = [1 << n for n in range(tiles.bit_length())]
+    return min((n for n in powers if (n - 1) * -(-tiles // n) < tiles), key=cost)
+
+
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    T, division, parts = choice
+    M = rows_of(spec)
+    spec = latent.packed(spec, M)
+    shape = SelectedShape(M, latent.KEYS, STAGES, UNITS, tiles_of(spec), parts, REGISTERS)
+    units = T * spec.K
+    constants = {"SPEC": spec, "DIVISION": division, "SHAPE": shape, **target.overlap(), "num_warps": 4}
+    takes = ("key_cache", "selected_keys", *(PARTS if parts > 1 else ()))
+    rows = functools.partial(latent.describe_rows, M, 64)
+    grid = min(units * parts, target.processors), 1, 1
+    launcher = launcher_of(selected_columns_kernel, constants, target.device, takes)
+    launch = HopperLaunch(launcher, grid, takes, [("query", rows)])
+    if parts == 1:
+        return Launches((launch,), (0, 0, 0))
+    merged = {"SPEC": spec.for_merge(), "TILE": TileShape(M, 1, 0, spec.v_side.size, 0, False), "PARTS": parts}
+    options = {**target.overlap(), "num_warps": 4}
+    launcher = launcher_of(merge_selected_kernel, merged | options, target.device, NOT_OF_MERGE)
+
+    def merges(numbers: Numbers) -> Grid:
+        return numbers.T * spec.K, spec.G, 1
+
+    return Launches((launch, Launch(launcher, merges, NOT_OF_MERGE)), merge.workspace(units * parts, M, spec.v_side.size))
+
+
+class SelectedShape(NamedTuple):
+    """The tile, and how lists are divided."""
+
+    M: int
+    N: int
+    stages: int  # tiles in shared memory
+    units: int  # units whose query rows are in shared memory
+    tiles: int  # of a list
+    parts: int  # of a list
+    registers: tuple[int, ...]  # of the warps that copy keys
+
+
+class SelectedMemory(NamedTuple):
+    """The contents of shared memory, in chunks of 64 columns."""
+
+    queries: Any  # of two units
+    q_ring: Any
+    ring: Any  # of tiles
+    tiles: Any
+    seen: Any  # for each key of a tile: 0, or -inf if the token does not see it
+    weights: Any  # of a tile of keys
+
+
+@gluon.jit
+def each_part(role: gl.constexpr, args, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
+    """Call ``role(part, counts, args, batch, shared, SPEC, DIVISION, SHAPE)``, which returns the new counts, for each
+    part that the program takes."""
+    counts = Counts(0, 0, 0)
+    each: gl.constexpr = (SHAPE.tiles + SHAPE.parts - 1) // SHAPE.parts
+    for n in range(gl.program_id(0), batch.numbers.T * SPEC.K * SHAPE.parts, gl.num_programs(0)):
+        unit, tile = n // SHAPE.parts, n % SHAPE.parts * each
+        count = gl.minimum(each, SHAPE.tiles - tile)
+        t, kh = unit // SPEC.K, unit % SPEC.K
+        part = Part(n, 0, kh, 0, tile, t, 1, 0, 0, SHAPE.tiles, count, count)
+        counts = role(part, counts, args, batch, shared, SPEC, DIVISION, SHAPE)
+
+
+class Token(NamedTuple):
+    """The sequence of a token, what it sees of it, and its list."""
+
+    block_table: Any
+    seq_len: Any  # 0 if the row is padding
+    i: Any  # its position
+    entries: Any
+
+
+@gluon.jit
+def token_at(t, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr):
+    """:class:`Token` of row t. All loads are under way at once."""
+    tensors, S = batch.tensors, batch.numbers.S
+    TIMES: gl.constexpr = DIVISION.times
+    s, seq_len, end = 0, 0, 0
+    for n in gl.static_range(TIMES):
+        s_ = n * DIVISION.at_once + gl.arange(0, DIVISION.at_once, gl.BlockedLayout([1], [32], [LOADERS], [0]))
+        start_ = gl.load(tensors.query_start_loc + s_, mask=s_ < S, other=0)
+        end_ = gl.load(tensors.query_start_loc + s_ + 1, mask=s_ < S, other=0)
+        len_ = gl.load(tensors.seq_lens + s_, mask=s_ < S, other=0)
+        own = (start_ <= t) & (t < end_)
+        s += gl.sum(gl.where(own, s_, 0), 0)
+        seq_len += gl.sum(gl.where(own, len_, 0), 0)
+        end += gl.sum(gl.where(own, end_, 0), 0)
+    block_table = tensors.block_tables + s.to(gl.int64) * batch.numbers.table_stride
+    entries = tensors.selected_keys + t.to(gl.int64) * SPEC.masks.selection.entries
+    return Token(block_table, seq_len, seq_len - end + t, entries)
+
+
+@gluon.jit
+def positions(entries, tile, x, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """The positions of the keys ``x [N]`` of a tile of a list; negative for padding."""
+    BLOCK: gl.constexpr = SPEC.masks.selection.block
+    KEYS: gl.constexpr = SPEC.masks.selection.entries * BLOCK
+    LARGEST: gl.constexpr = 2147483647 // BLOCK - 1  # a larger entry selects nothing, and must not overflow
+    x += tile * SHAPE.N
+    entry = gl.load(entries + x // BLOCK, mask=x < KEYS, other=-1)
+    return gl.maximum(gl.minimum(entry, LARGEST), -1) * BLOCK + x % BLOCK
+
+
+@gluon.jit
+def blocks_of(j, token, batch, SPEC: gl.constexpr):
+    """Which of the keys ``j [N]`` a token sees, and their block ids."""
+    MASKS: gl.constexpr = SPEC.masks
+    live = masks.keep_in_order(token.i, j, (j >= 0) & (j < token.seq_len), batch.numbers, MASKS)
+    return live, gl.load(token.block_table + j // SPEC.B * SPEC.table, mask=live, other=0)
+
+
+@gluon.jit
+def load_part(
+    part, counts, args, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """Load the tiles of a part, and the query rows of its unit. Lists are read two tiles ahead, block ids one."""
+    n, at, _ = counts
+    N: gl.constexpr = SHAPE.N
+    SIDE: gl.constexpr = SPEC.v_side
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [LOADERS, 1], [1, 0])
+    x = gl.arange(0, N, gl.SliceLayout(1, layout))
+    d = gl.arange(0, 64, gl.SliceLayout(0, layout))
+    roles.load_rows((args,), part, n, shared, SPEC, SHAPE)
+    entries = batch.tensors.selected_keys + part.row_start.to(gl.int64) * SPEC.masks.selection.entries
+    j = positions(entries, part.tile, x, SPEC, SHAPE)
+    next_j = positions(entries, part.tile + 1, x, SPEC, SHAPE)
+    token = token_at(part.row_start, batch, SPEC, DIVISION)
+    live, block = blocks_of(j, token, batch, SPEC)
+    for t in range(part.count):
+        rows = batch.tensors.key_cache + block.to(gl.int64) * SIDE.n + (j % SPEC.B).to(gl.int64) * SIDE.b
+        now = live
+        j = next_j
+        next_j = positions(entries, part.tile + t + 2, x, SPEC, SHAPE)
+        live, block = blocks_of(j, token, batch, SPEC)
+        ring.wait_empty(shared.ring, at)
+        place = ring.stage_of(shared.ring, at)
+        for chunk in gl.static_range(CHUNKS):
+            column = (chunk + CHUNKS - 1) % CHUNKS * 64
+            to = shared.tiles.index(place * CHUNKS + chunk)
+            load_async(to, rows[:, None] + (column + d)[None, :], mask=now[:, None])
+        async_copy.mbarrier_arrive(ring.full_of(shared.ring, at), increment_count=False)
+        shared.seen.index(place).store(gl.where(now, 0.0, float("-inf")))
+        ring.fill(shared.ring, at)
+        at += 1
+    return Counts(n + 1, at, counts.messages)
+
+
+@gluon.jit
+def attend_part(
+    part, counts, args, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """The result of a part and its lse: a tile of keys at a time."""
+    factor = args
+    M: gl.constexpr = SHAPE.M
+    N: gl.constexpr = SHAPE.N
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    zero = gl.full([N, M], 0.0, gl.float32, layout)
+    m = gl.full([M], float("-inf"), gl.float32, row_layout)
+    l = zero  # each thread's totals of weights
+    acc: gl.tuple = ()
+    for _chunk in gl.static_range(CHUNKS - 1):
+        acc += (zero,)
+    ring.wait_full(shared.q_ring, counts.units)
+    for t in range(part.seen):
+        at = counts.tiles + t
+        ring.wait_full(shared.ring, at)
+        fence_async_shared()  # the copies of keys are ordinary stores to the matmuls
+        qk = latent_few.multiply_keys(part, counts, t, zero, shared, SHAPE)
+        seen = shared.seen.index(ring.stage_of(shared.ring, at)).load(gl.SliceLayout(1, layout))
+        scores = qk * factor + seen[:, None]
+        m_new = gl.maximum(m, gl.max(scores, 0))
+        shift = roles.finite(m_new)
+        p = gl.exp2(scores - shift[None, :])
+        decay = gl.exp2(m - shift)
+        m = m_new
+        l = l * decay[None, :] + p
+        shared.weights.permute((1, 0)).store(p.to(shared.weights.dtype))
+        fence_async_shared()
+        acc = latent_few.multiply_values(acc, decay, at, shared, SHAPE)
+    l_ = gl.sum(l, 0)
+    r = gl.arange(0, M, row_layout)
+    scale, lse2 = roles.normalizer(l_, 1.0), roles.lse2_of(m, l_)
+    if SHAPE.parts == 1:
+        roles.store_unit(acc, scale, lse2, part, r, batch.tensors, 0, 1, SPEC, SHAPE)
+    else:
+        roles.store_divided(acc, scale, lse2, part, r, batch.tensors, 0, 1, SPEC, SHAPE)
+    return Counts(counts.units + 1, counts.tiles + part.seen, counts.messages)
+
+
+@gluon.jit(do_not_specialize=Numbers._fields)
+def selected_columns_kernel(
+    tensors,  # Pointers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
+    q_desc, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
+    dtype: gl.constexpr = tensors.query.dtype.element_ty
+    M: gl.constexpr = SHAPE.M
+    N: gl.constexpr = SHAPE.N
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    queries = gl.allocate_shared_memory(dtype, [SHAPE.units * CHUNKS, M, 64], layout)
+    tiles = gl.allocate_shared_memory(dtype, [SHAPE.stages * CHUNKS, N, 64], layout)
+    seen = gl.allocate_shared_memory(gl.float32, [SHAPE.stages, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    weights = gl.allocate_shared_memory(dtype, [M, N], layout)
+    # A tile is full when the copies of each thread have arrived, and what is seen of it is known.
+    tile_ring = ring.ring_of(SHAPE.stages, LOADERS * 32 + 1, 1)
+    shared = SelectedMemory(queries, ring.ring_of(SHAPE.units, 1, 1), tile_ring, tiles, seen, weights)
+    fence_async_shared()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    batch = Batch(tensors, numbers, None)
+    ATTEND: gl.constexpr = attend_part
+    LOAD: gl.constexpr = load_part
+    gl.warp_specialize(
+        [
+            (each_part, (ATTEND, numbers.scale * LOG2E, batch, shared, SPEC, DIVISION, SHAPE)),
+            (each_part, (LOAD, q_desc, batch, shared, SPEC, DIVISION, SHAPE)),
+        ],
+        [LOADERS],
+        SHAPE.registers,
+    )
