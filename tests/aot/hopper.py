@@ -78,11 +78,12 @@ VARIANTS = [
         COLUMNS,
     ),
     Variant("hopper-selected-h16", latent(16, B=64, T=64, selected=2048), SELECTED),
+    Variant("hopper-selected-h128-h64", both(latent(128, T=64, selected=2048), latent(64, T=300, selected=2048)), SELECTED),
     Variant(
-        "hopper-selected-h8-h32-fp16-blocks-window",
+        "hopper-selected-h8-h20-fp16-blocks-window",
         both(
             latent(8, torch.float16, T=300, selected=100, selected_block_size=8),
-            latent(32, torch.float16, selected=2000, sliding_window=100),
+            latent(20, torch.float16, selected=2000, sliding_window=100),
         ),
         SELECTED,
     ),

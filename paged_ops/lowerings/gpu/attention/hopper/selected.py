@@ -1,11 +1,14 @@
-"""Attention to selected latents on Hopper (sm_90) in Gluon, for at most 32 query heads: the keys are rows of the
-matmuls, as in latent_few.py.
+"""Attention to selected latents on Hopper (sm_90) in Gluon.
 
-A unit is a token: its query rows are its heads, and its keys are those of its list. A list is cut into equal parts, so
-that few units fill the GPU, and programs take parts in turn. TMA cannot address rows that are not adjacent. So four
-warps find the rows of a tile by the list and the block table, and copy them 16 bytes at a time, in chunks of 64 columns
-as TMA would write them; a key that the token does not see is zeros there, and -inf is added to its scores. One
-warpgroup computes. merge_selected_kernel merges the parts.
+A unit is a token and a group of query heads: its query rows are these heads, and its keys are those of the token's
+list. A list is cut into equal parts, so that few units fill the GPU, and programs take parts in turn. TMA cannot
+address rows that are not adjacent. So four warps find the rows of a tile by the list and the block table, and copy them
+16 bytes at a time to where TMA would write them; a key that the token does not see is zeros there, and -inf is added
+to its scores. Other warps compute. merge_selected_kernel merges the parts.
+
+For at most 16 heads the keys, and then the value columns, are rows of the matmuls, as in latent_few.py (``S^T = K Q^T``,
+``O^T = V^T P^T``), and one warpgroup computes. Otherwise the 64 heads of a group are the rows (``S = Q K^T``,
+``O = P V``), and two warpgroups take half of the keys and then half of the value columns each.
 
 Letters: as in latent.py. Bytes of a selected key in bfloat16: 2 (R + P). Source of the idea: the sparse attention of
 DeepSeek-V3.2 and its FlashMLA kernels.
@@ -18,30 +21,35 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
-from paged_ops.lowerings.gpu.attention.hopper import latent, latent_few, ring
+from paged_ops.lowerings.gpu.attention.hopper import latent, ring
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E
-from paged_ops.lowerings.gpu.attention.hopper.latent_roles import CHUNKS
+from paged_ops.lowerings.gpu.attention.hopper.latent import KEY_BYTES
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, Part
 from paged_ops.lowerings.gpu.attention.shared import masks
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.triton import merge
 from paged_ops.lowerings.gpu.attention.triton.selected import NOT_OF_MERGE, merge_selected_kernel
-from paged_ops.lowerings.gpu.gluon_names import load_async, reinterpret
+from paged_ops.lowerings.gpu.gluon_names import load_async, load_box, reinterpret
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
 from paged_ops.lowerings.gpu.target import Target
 
-MOST_ROWS = 32  # query rows of a unit
+FEW = 16  # the most query rows that are columns of the matmuls
 STAGES = 2  # tiles in shared memory
-UNITS = 2  # units whose query rows are in shared memory
 LOADERS = gl.constexpr(4)  # warps that copy keys
-REGISTERS = (96,)  # of these warps
+REGISTERS = (80,)  # of these warps
+LATENT = gl.constexpr(latent.LATENT)
 # What a part, and a merge, cost besides the tiles, in tiles: see parts_of.
 START, MERGE = 1, 2
 
@@ -52,22 +60,21 @@ def serves(spec: Spec, target: Target) -> list[str]:
     if not spec.masks.selected:
         return ["selected_keys: not given"]
     # Any rows of whole pieces of 16 bytes.
-    against = latent.refusals(spec._replace(B=8), APPLIES, [spec.dtype], str(spec.dtype), 1)
-    if spec.heads > MOST_ROWS:
-        against.append(f"{spec.heads} query heads: more than {MOST_ROWS}")
-    return against
+    return latent.refusals(spec._replace(B=8), APPLIES, [spec.dtype], str(spec.dtype), 1)
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
     """The choice for a batch; the reason if another kernel should serve it."""
     if not (shapes.numbers.scale > 0 and shapes.columns and shapes.aligned and shapes.T and spec.masks.selection.entries):
         return NOT_TMA
-    return shapes.T, tuning.division(rows_of(spec), shapes.S), parts_of(shapes.T, tiles_of(spec), target.processors)
+    M = rows_of(spec)
+    units = shapes.T * -(-spec.heads // M)
+    return shapes.T, tuning.division(M, shapes.S), parts_of(units, tiles_of(spec), target.processors)
 
 
 def rows_of(spec: Spec) -> int:
     """The query rows of a unit, padded."""
-    return max(8, tuning.power_of_2(spec.heads))
+    return max(8, tuning.power_of_2(spec.heads)) if spec.heads <= FEW else latent.ROWS
 
 
 def tiles_of(spec: Spec) -> int:
@@ -91,13 +98,14 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     T, division, parts = choice
     M = rows_of(spec)
     spec = latent.packed(spec, M)
-    shape = SelectedShape(M, latent.KEYS, STAGES, UNITS, tiles_of(spec), parts, REGISTERS)
+    few = M <= FEW
+    shape = SelectedShape(M, latent.KEYS, STAGES, 2 if few else 1, tiles_of(spec), parts, few, REGISTERS)
     units = T * spec.K
-    constants = {"SPEC": spec, "DIVISION": division, "SHAPE": shape, **target.overlap(), "num_warps": 4}
+    constants = {"SPEC": spec, "DIVISION": division, "SHAPE": shape, **target.overlap(), "num_warps": 4 if few else 8}
     takes = ("key_cache", "selected_keys", *(PARTS if parts > 1 else ()))
     rows = functools.partial(latent.describe_rows, M, 64)
     grid = min(units * parts, target.processors), 1, 1
-    launcher = launcher_of(selected_columns_kernel, constants, target.device, takes)
+    launcher = launcher_of(selected_hopper_kernel, constants, target.device, takes)
     launch = HopperLaunch(launcher, grid, takes, [("query", rows)])
     if parts == 1:
         return Launches((launch,), (0, 0, 0))
@@ -120,16 +128,20 @@ class SelectedShape(NamedTuple):
     units: int  # units whose query rows are in shared memory
     tiles: int  # of a list
     parts: int  # of a list
+    few: bool  # whether query rows are the columns of the matmuls
     registers: tuple[int, ...]  # of the warps that copy keys
 
 
 class SelectedMemory(NamedTuple):
-    """The contents of shared memory, in chunks of 64 columns."""
+    """The contents of shared memory. Columns of latents and rotated ones are apart."""
 
-    queries: Any  # of two units
+    q_chunks: Any  # the latents of query rows, 64 columns at a time, as copies write them,
+    q_latents: Any  # and as they are multiplied
+    q_rotated: Any
     q_ring: Any
+    latents: Any
+    rotated: Any
     ring: Any  # of tiles
-    tiles: Any
     seen: Any  # for each key of a tile: 0, or -inf if the token does not see it
     weights: Any  # of a tile of keys
 
@@ -206,8 +218,8 @@ def load_part(
     SIDE: gl.constexpr = SPEC.v_side
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [LOADERS, 1], [1, 0])
     x = gl.arange(0, N, gl.SliceLayout(1, layout))
-    d = gl.arange(0, 64, gl.SliceLayout(0, layout))
-    roles.load_rows((args,), part, n, shared, SPEC, SHAPE)
+    latents = gl.arange(0, LATENT, gl.SliceLayout(0, layout))
+    rotated = LATENT + gl.arange(0, SPEC.rotated.size, gl.SliceLayout(0, layout))
     entries = batch.tensors.selected_keys + part.row_start.to(gl.int64) * SPEC.masks.selection.entries
     j = positions(entries, part.tile, x, SPEC, SHAPE)
     next_j = positions(entries, part.tile + 1, x, SPEC, SHAPE)
@@ -221,15 +233,65 @@ def load_part(
         live, block = blocks_of(j, token, batch, SPEC)
         ring.wait_empty(shared.ring, at)
         place = ring.stage_of(shared.ring, at)
-        for chunk in gl.static_range(CHUNKS):
-            column = (chunk + CHUNKS - 1) % CHUNKS * 64
-            to = shared.tiles.index(place * CHUNKS + chunk)
-            load_async(to, rows[:, None] + (column + d)[None, :], mask=now[:, None])
+        load_async(shared.rotated.index(place), rows[:, None] + rotated[None, :], mask=now[:, None])
+        load_async(shared.latents.index(place), rows[:, None] + latents[None, :], mask=now[:, None])
         async_copy.mbarrier_arrive(ring.full_of(shared.ring, at), increment_count=False)
         shared.seen.index(place).store(gl.where(now, 0.0, float("-inf")))
         ring.fill(shared.ring, at)
+        if t == 0:  # the last unit's query rows may still be read
+            load_rows(args, part, n, shared, SPEC, SHAPE)
         at += 1
     return Counts(n + 1, at, counts.messages)
+
+
+@gluon.jit
+def load_rows(desc, part, n, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Begin to load the query rows of the program's n-th unit."""
+    CHUNKS: gl.constexpr = LATENT // 64
+    ring.wait_empty(shared.q_ring, n)
+    ring.expect(shared.q_ring, n, SHAPE.M * KEY_BYTES)
+    full, place, row = ring.full_of(shared.q_ring, n), ring.stage_of(shared.q_ring, n), roles.query_row(part, SPEC)
+    load_box(desc, [row, LATENT], full, shared.q_rotated.index(place))
+    for chunk in gl.static_range(CHUNKS):
+        load_box(desc, [row, chunk * 64], full, shared.q_chunks.index(place * CHUNKS + chunk))
+
+
+@gluon.jit
+def multiply_keys(part, counts, t, zero, shared, SHAPE: gl.constexpr):
+    """The scores of the keys of a part's t-th tile and its unit's query rows."""
+    at = counts.tiles + t
+    place, query = ring.stage_of(shared.ring, at), ring.stage_of(shared.q_ring, counts.units)
+    ring.wait_full(shared.ring, at)
+    fence_async_shared()  # the copies of keys are ordinary stores
+    rotated, latents = shared.rotated.index(place), shared.latents.index(place)
+    q_rotated, q_latents = shared.q_rotated.index(query), shared.q_latents.index(query)
+    if SHAPE.few:
+        qk = warpgroup_mma(rotated, q_rotated.permute((1, 0)), zero, use_acc=False, is_async=True)
+        qk = warpgroup_mma(latents, q_latents.permute((1, 0)), qk, is_async=True)
+    else:
+        qk = warpgroup_mma(q_rotated, rotated.permute((1, 0)), zero, use_acc=False, is_async=True)
+        qk = warpgroup_mma(q_latents, latents.permute((1, 0)), qk, is_async=True)
+    qk = warpgroup_mma_wait(0, deps=[qk])
+    if t == part.count - 1:
+        ring.release(shared.q_ring, counts.units)
+    return qk
+
+
+@gluon.jit
+def multiply_values(acc, p, at, shared, SHAPE: gl.constexpr):
+    """``acc`` with the values of the at-th tile, multiplied by the weights ``p``."""
+    latents = shared.latents.index(ring.stage_of(shared.ring, at))
+    if SHAPE.few:
+        shared.weights.permute((1, 0)).store(p.to(shared.weights.dtype))
+        fence_async_shared()
+        acc = warpgroup_mma(latents.permute((1, 0)), shared.weights.permute((1, 0)), acc, is_async=True)
+    else:
+        shared.weights.store(p.to(shared.weights.dtype))
+        fence_async_shared()
+        acc = warpgroup_mma(shared.weights, latents, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    ring.release(shared.ring, at)
+    return acc
 
 
 @gluon.jit
@@ -240,43 +302,42 @@ def attend_part(
     factor = args
     M: gl.constexpr = SHAPE.M
     N: gl.constexpr = SHAPE.N
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(0, layout)
-    zero = gl.full([N, M], 0.0, gl.float32, layout)
+    AXIS: gl.constexpr = 0 if SHAPE.few else 1  # of the keys, and of the value columns
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1 + AXIS], [16, M if SHAPE.few else N // 2, 16])
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1 + AXIS], [16, M if SHAPE.few else LATENT // 2, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(AXIS, layout)
+    zero = gl.full([N, M] if SHAPE.few else [M, N], 0.0, gl.float32, layout)
+    acc = gl.full([LATENT, M] if SHAPE.few else [M, LATENT], 0.0, gl.float32, sums)
     m = gl.full([M], float("-inf"), gl.float32, row_layout)
     l = zero  # each thread's totals of weights
-    acc: gl.tuple = ()
-    for _chunk in gl.static_range(CHUNKS - 1):
-        acc += (zero,)
     ring.wait_full(shared.q_ring, counts.units)
-    for t in range(part.seen):
+    for t in range(part.count):
         at = counts.tiles + t
-        ring.wait_full(shared.ring, at)
-        fence_async_shared()  # the copies of keys are ordinary stores to the matmuls
-        qk = latent_few.multiply_keys(part, counts, t, zero, shared, SHAPE)
-        seen = shared.seen.index(ring.stage_of(shared.ring, at)).load(gl.SliceLayout(1, layout))
-        scores = qk * factor + seen[:, None]
-        m_new = gl.maximum(m, gl.max(scores, 0))
+        qk = multiply_keys(part, counts, t, zero, shared, SHAPE)
+        seen = shared.seen.index(ring.stage_of(shared.ring, at)).load(gl.SliceLayout(1 - AXIS, layout))
+        scores = qk * factor + gl.expand_dims(seen, 1 - AXIS)
+        m_new = gl.maximum(m, gl.max(scores, AXIS))
         shift = roles.finite(m_new)
-        p = gl.exp2(scores - shift[None, :])
+        p = gl.exp2(scores - gl.expand_dims(shift, AXIS))
         decay = gl.exp2(m - shift)
         m = m_new
-        l = l * decay[None, :] + p
-        shared.weights.permute((1, 0)).store(p.to(shared.weights.dtype))
-        fence_async_shared()
-        acc = latent_few.multiply_values(acc, decay, at, shared, SHAPE)
-    l_ = gl.sum(l, 0)
-    r = gl.arange(0, M, row_layout)
-    scale, lse2 = roles.normalizer(l_, 1.0), roles.lse2_of(m, l_)
+        l = l * gl.expand_dims(decay, AXIS) + p
+        decay = gl.convert_layout(decay, gl.SliceLayout(AXIS, sums))
+        acc = multiply_values(acc * gl.expand_dims(decay, AXIS), p, at, shared, SHAPE)
+    l_ = gl.sum(l, AXIS)
+    to: gl.constexpr = gl.SliceLayout(AXIS, sums)
+    scale = gl.convert_layout(roles.normalizer(l_, 1.0), to)
+    lse2 = gl.convert_layout(roles.lse2_of(m, l_), to)
+    r = gl.arange(0, M, to)
     if SHAPE.parts == 1:
-        roles.store_unit(acc, scale, lse2, part, r, batch.tensors, 0, 1, SPEC, SHAPE)
+        roles.store_unit((acc,), scale, lse2, part, r, batch.tensors, 0, 1, SPEC, SHAPE)
     else:
-        roles.store_divided(acc, scale, lse2, part, r, batch.tensors, 0, 1, SPEC, SHAPE)
-    return Counts(counts.units + 1, counts.tiles + part.seen, counts.messages)
+        roles.store_divided((acc,), scale, lse2, part, r, batch.tensors, 0, 1, SPEC, SHAPE)
+    return Counts(counts.units + 1, counts.tiles + part.count, counts.messages)
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
-def selected_columns_kernel(
+def selected_hopper_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     q_desc, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PDL: gl.constexpr,
@@ -285,14 +346,20 @@ def selected_columns_kernel(
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     M: gl.constexpr = SHAPE.M
     N: gl.constexpr = SHAPE.N
+    R: gl.constexpr = LATENT
+    P: gl.constexpr = SPEC.rotated.size
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    queries = gl.allocate_shared_memory(dtype, [SHAPE.units * CHUNKS, M, 64], layout)
-    tiles = gl.allocate_shared_memory(dtype, [SHAPE.stages * CHUNKS, N, 64], layout)
+    q_chunks = gl.allocate_shared_memory(dtype, [SHAPE.units * (R // 64), M, 64], layout)
+    q_latents = reinterpret(q_chunks, dtype, [SHAPE.units, M, R], layout)
+    q_rotated = gl.allocate_shared_memory(dtype, [SHAPE.units, M, P], layout)
+    q_ring = ring.ring_of(SHAPE.units, 1, 1)
+    latents = gl.allocate_shared_memory(dtype, [SHAPE.stages, N, R], layout)
+    rotated = gl.allocate_shared_memory(dtype, [SHAPE.stages, N, P], layout)
+    # A tile is full when the copies of each thread have arrived, and what is seen of it is known.
+    tiles = ring.ring_of(SHAPE.stages, LOADERS * 32 + 1, 1)
     seen = gl.allocate_shared_memory(gl.float32, [SHAPE.stages, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     weights = gl.allocate_shared_memory(dtype, [M, N], layout)
-    # A tile is full when the copies of each thread have arrived, and what is seen of it is known.
-    tile_ring = ring.ring_of(SHAPE.stages, LOADERS * 32 + 1, 1)
-    shared = SelectedMemory(queries, ring.ring_of(SHAPE.units, 1, 1), tile_ring, tiles, seen, weights)
+    shared = SelectedMemory(q_chunks, q_latents, q_rotated, q_ring, latents, rotated, tiles, seen, weights)
     fence_async_shared()
     if PDL:
         gdc_wait()
