@@ -3,12 +3,12 @@
 A unit is a token and a group of query heads: its query rows are these heads, and its keys are those of the token's
 list. A list is cut into equal parts, so that few units fill the GPU, and programs take parts in turn. TMA cannot
 address rows that are not adjacent. So four warps find the rows of a tile by the list and the block table, and copy them
-16 bytes at a time to where TMA would write them; a key that the token does not see is zeros there, and -inf is added
-to its scores. Other warps compute. merge_selected_kernel merges the parts.
+16 bytes at a time to where TMA would write them; a key that the token does not see is zeros there, and its scores are
+replaced by -inf. Other warps compute. merge_selected_kernel merges the parts.
 
-For at most 16 heads the keys, and then the value columns, are rows of the matmuls, as in latent_few.py (``S^T = K Q^T``,
-``O^T = V^T P^T``), and one warpgroup computes. Otherwise the 64 heads of a group are the rows (``S = Q K^T``,
-``O = P V``), and two warpgroups take half of the keys and then half of the value columns each.
+For at most 16 heads the keys, and then the value columns, are rows of the matmuls, as in latent_few.py (S^T = K Q^T,
+O^T = V^T P^T), and one warpgroup computes. Otherwise the 64 heads of a group are the rows (S = Q K^T, O = P V), and two
+warpgroups take half of the keys and then half of the value columns each.
 
 Letters: as in latent.py. Bytes of a selected key in bfloat16: 2 (R + P). Source of the idea: the sparse attention of
 DeepSeek-V3.2 and its FlashMLA kernels.
@@ -34,7 +34,7 @@ from paged_ops.lowerings.gpu.attention.hopper import latent, ring
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E
 from paged_ops.lowerings.gpu.attention.hopper.latent import KEY_BYTES
-from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, HopperLaunch
+from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, Part
 from paged_ops.lowerings.gpu.attention.shared import masks
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
@@ -65,8 +65,8 @@ def serves(spec: Spec, target: Target) -> list[str]:
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
     """The choice for a batch; the reason if another kernel should serve it."""
-    if not (shapes.numbers.scale > 0 and shapes.columns and shapes.aligned and shapes.T and spec.masks.selection.entries):
-        return NOT_TMA
+    if not (shapes.columns and shapes.aligned and spec.masks.selection.entries):
+        return "selected_keys, block_tables or kv_cache: expected entries, block ids, and a multiple of 16 bytes"
     M = rows_of(spec)
     units = shapes.T * -(-spec.heads // M)
     return shapes.T, tuning.division(M, shapes.S), parts_of(units, tiles_of(spec), target.processors)
@@ -116,7 +116,8 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     def merges(numbers: Numbers) -> Grid:
         return numbers.T * spec.K, spec.G, 1
 
-    return Launches((launch, Launch(launcher, merges, NOT_OF_MERGE)), merge.workspace(units * parts, M, spec.v_side.size))
+    launches = launch, Launch(launcher, merges, NOT_OF_MERGE)
+    return Launches(launches, merge.workspace(units * parts, M, spec.v_side.size))
 
 
 class SelectedShape(NamedTuple):
@@ -142,7 +143,7 @@ class SelectedMemory(NamedTuple):
     latents: Any
     rotated: Any
     ring: Any  # of tiles
-    seen: Any  # for each key of a tile: 0, or -inf if the token does not see it
+    seen: Any  # for each key of a tile: 1, or 0 if the token does not see it
     weights: Any  # of a tile of keys
 
 
@@ -174,7 +175,7 @@ def token_at(t, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr):
     """:class:`Token` of row t. All loads are under way at once."""
     tensors, S = batch.tensors, batch.numbers.S
     TIMES: gl.constexpr = DIVISION.times
-    s, seq_len, end = 0, 0, 0
+    s, seq_len, end = t * 0, t * 0, t * 0
     for n in gl.static_range(TIMES):
         s_ = n * DIVISION.at_once + gl.arange(0, DIVISION.at_once, gl.BlockedLayout([1], [32], [LOADERS], [0]))
         start_ = gl.load(tensors.query_start_loc + s_, mask=s_ < S, other=0)
@@ -236,7 +237,7 @@ def load_part(
         load_async(shared.rotated.index(place), rows[:, None] + rotated[None, :], mask=now[:, None])
         load_async(shared.latents.index(place), rows[:, None] + latents[None, :], mask=now[:, None])
         async_copy.mbarrier_arrive(ring.full_of(shared.ring, at), increment_count=False)
-        shared.seen.index(place).store(gl.where(now, 0.0, float("-inf")))
+        shared.seen.index(place).store(now.to(gl.int8))
         ring.fill(shared.ring, at)
         if t == 0:  # the last unit's query rows may still be read
             load_rows(args, part, n, shared, SPEC, SHAPE)
@@ -315,7 +316,7 @@ def attend_part(
         at = counts.tiles + t
         qk = multiply_keys(part, counts, t, zero, shared, SHAPE)
         seen = shared.seen.index(ring.stage_of(shared.ring, at)).load(gl.SliceLayout(1 - AXIS, layout))
-        scores = qk * factor + gl.expand_dims(seen, 1 - AXIS)
+        scores = gl.where(gl.expand_dims(seen != 0, 1 - AXIS), qk * factor, float("-inf"))
         m_new = gl.maximum(m, gl.max(scores, AXIS))
         shift = roles.finite(m_new)
         p = gl.exp2(scores - gl.expand_dims(shift, AXIS))
@@ -357,7 +358,7 @@ def selected_hopper_kernel(
     rotated = gl.allocate_shared_memory(dtype, [SHAPE.stages, N, P], layout)
     # A tile is full when the copies of each thread have arrived, and what is seen of it is known.
     tiles = ring.ring_of(SHAPE.stages, LOADERS * 32 + 1, 1)
-    seen = gl.allocate_shared_memory(gl.float32, [SHAPE.stages, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    seen = gl.allocate_shared_memory(gl.int8, [SHAPE.stages, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     weights = gl.allocate_shared_memory(dtype, [M, N], layout)
     shared = SelectedMemory(q_chunks, q_latents, q_rotated, q_ring, latents, rotated, tiles, seen, weights)
     fence_async_shared()
