@@ -105,7 +105,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     takes = ("key_cache", "selected_keys", *(PARTS if parts > 1 else ()))
     rows = functools.partial(latent.describe_rows, M, 64)
     grid = min(units * parts, target.processors), 1, 1
-    launcher = launcher_of(selected_hopper_kernel, constants, target.device, takes)
+    launcher = launcher_of(selected_hopper_kernel, constants, target.device)
     launch = HopperLaunch(launcher, grid, takes, [("query", rows)])
     if parts == 1:
         return Launches((launch,), (0, 0, 0))
@@ -150,7 +150,7 @@ class SelectedMemory(NamedTuple):
 @gluon.jit
 def each_part(role: gl.constexpr, args, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
     """Call ``role(part, counts, args, batch, shared, SPEC, DIVISION, SHAPE)``, which returns the new counts, for each
-    part that the program takes."""
+    part that the program takes. Returns the last counts."""
     counts = Counts(0, 0, 0)
     each: gl.constexpr = (SHAPE.tiles + SHAPE.parts - 1) // SHAPE.parts
     for n in range(gl.program_id(0), batch.numbers.T * SPEC.K * SHAPE.parts, gl.num_programs(0)):
@@ -159,15 +159,15 @@ def each_part(role: gl.constexpr, args, batch, shared, SPEC: gl.constexpr, DIVIS
         t, kh = unit // SPEC.K, unit % SPEC.K
         part = Part(n, 0, kh, 0, tile, t, 1, 0, 0, SHAPE.tiles, count, count)
         counts = role(part, counts, args, batch, shared, SPEC, DIVISION, SHAPE)
+    return counts
 
 
 class Token(NamedTuple):
-    """The sequence of a token, what it sees of it, and its list."""
+    """The sequence of a token, and the token's place in it."""
 
     block_table: Any
     seq_len: Any  # 0 if the row is padding
     i: Any  # its position
-    entries: Any
 
 
 @gluon.jit
@@ -186,8 +186,7 @@ def token_at(t, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr):
         seq_len += gl.sum(gl.where(own, len_, 0), 0)
         end += gl.sum(gl.where(own, end_, 0), 0)
     block_table = tensors.block_tables + s.to(gl.int64) * batch.numbers.table_stride
-    entries = tensors.selected_keys + t.to(gl.int64) * SPEC.masks.selection.entries
-    return Token(block_table, seq_len, seq_len - end + t, entries)
+    return Token(block_table, seq_len, seq_len - end + t)
 
 
 @gluon.jit
