@@ -253,43 +253,18 @@ def store_part(
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Store value columns of a part's rows by :func:`store_columns`, and their lse to base 2 unless it is None."""
-    if is_whole(part):
-        store_unit(acc, factor, lse2, part, r, tensors, FIRST, STEP, SPEC, SHAPE)
-    else:
-        store_divided(acc, factor, lse2, part, r, tensors, FIRST, STEP, SPEC, SHAPE)
-
-
-@gluon.jit
-def live_rows(part, r, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """The tokens and heads of packed rows, and whether they exist."""
     token, head = part.first_token + r // SPEC.G, part.kh * SPEC.G + r % SPEC.G
-    return token, head, (r < SHAPE.M // SPEC.G * SPEC.G) & (token < part.q_len) & (head < SPEC.heads)
-
-
-@gluon.jit
-def store_unit(
-    acc, factor, lse2, part, r, tensors, FIRST: gl.constexpr, STEP: gl.constexpr, SPEC: gl.constexpr,
-    SHAPE: gl.constexpr,
-):  # fmt: skip
-    """:func:`store_part` of a whole unit."""
-    token, head, live = live_rows(part, r, SPEC, SHAPE)
-    row = (part.row_start + token).to(gl.int64) * SPEC.heads + head
-    if SPEC.lse and lse2 is not None:
-        gl.store(tensors.lse + row, lse2 * LN2, mask=live)
-    store_columns(tensors.out, row, live, acc, factor, FIRST, STEP, SPEC)
-
-
-@gluon.jit
-def store_divided(
-    acc, factor, lse2, part, r, tensors, FIRST: gl.constexpr, STEP: gl.constexpr, SPEC: gl.constexpr,
-    SHAPE: gl.constexpr,
-):  # fmt: skip
-    """:func:`store_part` of a part of a unit."""
-    _token, _head, live = live_rows(part, r, SPEC, SHAPE)
-    row = (part.program * 2 + (part.tile == part.first_tile).to(gl.int32)).to(gl.int64) * SHAPE.M + r
-    if lse2 is not None:
-        gl.store(tensors.part_lse + row, lse2, mask=live)
-    store_columns(tensors.parts, row, live, acc, factor, FIRST, STEP, SPEC)
+    live = (r < SHAPE.M // SPEC.G * SPEC.G) & (token < part.q_len) & (head < SPEC.heads)
+    if is_whole(part):
+        row = (part.row_start + token).to(gl.int64) * SPEC.heads + head
+        if SPEC.lse and lse2 is not None:
+            gl.store(tensors.lse + row, lse2 * LN2, mask=live)
+        store_columns(tensors.out, row, live, acc, factor, FIRST, STEP, SPEC)
+    else:
+        row = (part.program * 2 + (part.tile == part.first_tile).to(gl.int32)).to(gl.int64) * SHAPE.M + r
+        if lse2 is not None:
+            gl.store(tensors.part_lse + row, lse2, mask=live)
+        store_columns(tensors.parts, row, live, acc, factor, FIRST, STEP, SPEC)
 
 
 @gluon.jit

@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import latent, ring
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
-from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E
+from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
 from paged_ops.lowerings.gpu.attention.hopper.latent import KEY_BYTES
 from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, Part
@@ -328,12 +328,24 @@ def attend_part(
     to: gl.constexpr = gl.SliceLayout(AXIS, sums)
     scale = gl.convert_layout(roles.normalizer(l_, 1.0), to)
     lse2 = gl.convert_layout(roles.lse2_of(m, l_), to)
-    r = gl.arange(0, M, to)
-    if SHAPE.parts == 1:
-        roles.store_unit((acc,), scale, lse2, part, r, batch.tensors, 0, 1, SPEC, SHAPE)
-    else:
-        roles.store_divided((acc,), scale, lse2, part, r, batch.tensors, 0, 1, SPEC, SHAPE)
+    store_part(acc, scale, lse2, part, gl.arange(0, M, to), batch.tensors, SPEC, SHAPE)
     return Counts(counts.units + 1, counts.tiles + part.count, counts.messages)
+
+
+@gluon.jit
+def store_part(acc, scale, lse2, part, r, tensors, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Store the result of a part, and its lse: of a whole list as the output, else for the merge."""
+    head = part.kh * SPEC.G + r
+    live = (r < SPEC.G) & (head < SPEC.heads)
+    if SHAPE.parts == 1:
+        row = part.row_start.to(gl.int64) * SPEC.heads + head
+        if SPEC.lse:
+            gl.store(tensors.lse + row, lse2 * LN2, mask=live)
+        roles.store_columns(tensors.out, row, live, (acc,), scale, 0, 1, SPEC)
+    else:
+        row = (part.program * 2 + (part.tile == part.first_tile).to(gl.int32)).to(gl.int64) * SHAPE.M + r
+        gl.store(tensors.part_lse + row, lse2, mask=live)
+        roles.store_columns(tensors.parts, row, live, (acc,), scale, 0, 1, SPEC)
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
