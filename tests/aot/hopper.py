@@ -50,7 +50,8 @@ def apart(D, Dv, H, K, B=16, dtype=torch.bfloat16, **features):
 
 def latent(H, dtype=torch.bfloat16, B=16, sinks=False, T=6, selected=0, **features):
     def call():
-        kv_cache = gpu(N, B, 576, dtype=dtype)
+        rows = layouts.has_row_scales(features.get("kv_cache_dtype", "auto"))
+        kv_cache = gpu(N, B, layouts.ROW_BYTES, dtype=torch.uint8) if rows else gpu(N, B, 576, dtype=dtype)
         tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, M), (S,), (S + 1,)))
         given = {"sinks": gpu(H, dtype=torch.float32)} if sinks else {}
         if selected:
@@ -82,7 +83,12 @@ VARIANTS = [
         "hopper-selected-h128-h64",
         both(latent(128, T=64, selected=2048), latent(64, T=300, selected=2048)),
         SELECTED,
-        spills={(3, 9): 40},
+    ),
+    Variant(
+        "hopper-selected-h16-h128-fp8-ds-mla",
+        both(*(latent(H, T=64, selected=2048, kv_cache_dtype="fp8_ds_mla") for H in (16, 128))),
+        SELECTED,
+        spills={(3, 6): 40, (3, 7): 40, (3, 8): 16, (3, 9): 120},  # the numbers of a tile are in registers
     ),
     Variant(
         "hopper-selected-h8-h20-fp16-blocks-window",
@@ -91,7 +97,7 @@ VARIANTS = [
             latent(20, torch.float16, selected=2000, sliding_window=100),
         ),
         SELECTED,
-        spills={(3, 9): 24},
+        spills={(3, 9): 8},
     ),
     Variant(
         "hopper-mixed-and-shares",

@@ -13,6 +13,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 import paged_ops
 from paged_ops.features import Features
+from paged_ops.fp8 import dequantise_rows, quantise_rows
 from paged_ops.layouts import paged_kv
 from paged_ops.lowerings.gpu import spec
 from paged_ops.lowerings.gpu.attention.hopper import selected
@@ -40,6 +41,10 @@ BATCHES = {
     "64 rows": {"H": 16, "tokens": [1] * 64, "lens": [977 * n % 9000 + 1 for n in range(64)]},
     "prompt": {"H": 16, "B": 16, "tokens": [300, 1, 299], "lens": [300, 5000, 3000], "k": 512},
     "prompt, 128 heads": {"H": 128, "tokens": [150, 1, 49], "lens": [300, 5000, 3000], "k": 512},
+    "fp8_ds_mla, 16 heads": {"H": 16, "tokens": [1] * 10, "lens": LENS, "rows": True},
+    "fp8_ds_mla, 128 heads": {"H": 128, "tokens": [1] * 10, "lens": LENS, "rows": True},
+    "fp8_ds_mla, 64 rows": {"H": 64, "tokens": [1] * 64, "lens": [977 * n % 9000 + 1 for n in range(64)], "rows": True},
+    "fp8_ds_mla, prompt": {"H": 8, "B": 20, "tokens": [300, 1, 9], "lens": [300, 5000, 3000], "k": 512, "rows": True},
     "600 rows": {"H": 8, "tokens": [1] * 600, "lens": [37 * n % 900 + 1 for n in range(600)], "k": 256},
 }
 
@@ -107,7 +112,10 @@ def test_batches_against_float64(name):
     check(**BATCHES[name])
 
 
-def check(H, tokens, lens, B=64, k=2048, dtype=torch.bfloat16, padding=0, selected_block_size=1, **features):
+def check(
+    H, tokens, lens, B=64, k=2048, dtype=torch.bfloat16, padding=0, selected_block_size=1, rows=False, **features
+):
+    """``rows``: the cache has rows with scales."""
     generator = torch.Generator(device=GPU).manual_seed(0)
     on_host = torch.Generator().manual_seed(1)
     S, T, scale, block = len(lens), sum(tokens) + padding, D**-0.5, selected_block_size
@@ -120,7 +128,7 @@ def check(H, tokens, lens, B=64, k=2048, dtype=torch.bfloat16, padding=0, select
         tables[s, : needed[s]] = ids[s]
     lists = lists_of(tokens, lens, k, block, on_host)
     starts = torch.tensor([0, *tokens]).cumsum(0)
-    slots, rows = [], torch.zeros(N * B, dtype=torch.bool)  # of the keys that each row sees
+    slots, seen = [], torch.zeros(N * B, dtype=torch.bool)  # of the keys that each row sees
     for s in range(S):
         for t in range(int(starts[s]), int(starts[s + 1])):
             i = lens[s] - int(starts[s + 1]) + t
@@ -130,13 +138,20 @@ def check(H, tokens, lens, B=64, k=2048, dtype=torch.bfloat16, padding=0, select
             if window is not None:
                 j = j[i - j < window]
             slots.append(ids[s][j // B] * B + j % B)
-            rows[slots[-1]] = True
+            seen[slots[-1]] = True
     cache = torch.randn(N * B, D, device=GPU, generator=generator).to(dtype)
-    cache[~rows.to(GPU)] = torch.nan
+    stored = cache = cache.masked_fill_(~seen.to(GPU)[:, None], torch.nan)
+    if rows:  # each byte 255 is a part of a NaN
+        stored = quantise_rows(
+            *(cache * torch.exp2(torch.arange(N * B, device=GPU) % 3 - 1.0)[:, None]).split([R, D - R], -1)
+        )
+        stored[~seen.to(GPU)] = 255
+        cache = dequantise_rows(stored, dtype)
+        features["kv_cache_dtype"] = "fp8_ds_mla"
     query = torch.randn(T, H, D, device=GPU, generator=generator).to(dtype)
     given = torch.cat([lists, torch.full((padding, 1, k), 3, dtype=torch.int32)])
     vectors = (torch.tensor(lens, dtype=torch.int32, device=GPU), starts.to(GPU, torch.int32))
-    arguments = (query, cache.view(N, B, D), tables.to(GPU), *vectors, scale)
+    arguments = (query, stored.view(N, B, -1), tables.to(GPU), *vectors, scale)
     features |= {"selected_keys": given.to(GPU), "selected_block_size": block, "value_head_size": R}
     out, lse = paged_ops.paged_attention_with_lse(*arguments, **features)
     again = paged_ops.paged_attention_with_lse(*arguments, **features)

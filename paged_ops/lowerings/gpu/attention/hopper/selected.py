@@ -4,14 +4,15 @@ A unit is a token and a group of query heads: its query rows are these heads, an
 list. A list is cut into equal parts, so that few units fill the GPU, and programs take parts in turn. TMA cannot
 address rows that are not adjacent. So four warps find the rows of a tile by the list and the block table, and copy them
 16 bytes at a time to where TMA would write them; a key that the token does not see is zeros there, and its scores are
-replaced by -inf. Other warps compute. merge_selected_kernel merges the parts.
+replaced by -inf. Other warps compute. merge_selected_kernel merges the parts. The numbers of fp8_ds_mla rows go through
+these warps' registers, which multiply them by their scales; the tile is the same.
 
 For at most 16 heads the keys, and then the value columns, are rows of the matmuls, as in latent_few.py (S^T = K Q^T,
 O^T = V^T P^T), and one warpgroup computes. Otherwise the 64 heads of a group are the rows (S = Q K^T, O = P V), and two
 warpgroups take half of the keys and then half of the value columns each.
 
-Letters: as in latent.py. Bytes of a selected key in bfloat16: 2 (R + P). Source of the idea: the sparse attention of
-DeepSeek-V3.2 and its FlashMLA kernels.
+Letters: as in latent.py. Bytes of a selected key: 2 (R + P) in bfloat16, 656 in fp8_ds_mla. Source of the idea: the
+sparse attention of DeepSeek-V3.2 and its FlashMLA kernels.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -40,27 +42,33 @@ from paged_ops.lowerings.gpu.attention.shared import masks
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.triton import merge
 from paged_ops.lowerings.gpu.attention.triton.selected import NOT_OF_MERGE, merge_selected_kernel
+from paged_ops.lowerings.gpu.fp8 import widen_fp8
 from paged_ops.lowerings.gpu.gluon_names import load_async, load_box, reinterpret
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
+from paged_ops.lowerings.gpu.scaled_rows import GROUP, rotated_columns, scales_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
 from paged_ops.lowerings.gpu.target import Target
 
 FEW = 16  # the most query rows that are columns of the matmuls
 STAGES = 2  # tiles in shared memory
 LOADERS = gl.constexpr(4)  # warps that copy keys
-REGISTERS = (80,)  # of these warps
+REGISTERS, SCALED_REGISTERS = (80,), (144,)  # of these warps, and with the numbers of a tile in flight
 LATENT = gl.constexpr(latent.LATENT)
 # What a part, and a merge, cost besides the tiles, in tiles: see parts_of.
 START, MERGE = 1, 2
 
 APPLIES = frozenset({"latent", "selected", "selection", "causal", "window", "chunk", "float16", "bfloat16"})
+OF_SCALED_ROWS = frozenset({"row_scales", "float8_e4m3fn"})
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
     if not spec.masks.selected:
         return ["selected_keys: not given"]
-    # Any rows of whole pieces of 16 bytes.
-    return latent.refusals(spec._replace(B=8), APPLIES, [spec.dtype], str(spec.dtype), 1)
+    spec = spec._replace(B=8)  # any rows of whole pieces of 16 bytes
+    if not spec.storage.row_scales:
+        return latent.refusals(spec, APPLIES, [spec.dtype], str(spec.dtype), 1)
+    against = [] if spec.dtype == torch.bfloat16 else [f"dtype: expected that of the rotated columns, got {spec.dtype}"]
+    return against + latent.refusals(spec, APPLIES | OF_SCALED_ROWS, [torch.float8_e4m3fn], "float8_e4m3fn", 1)
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
@@ -99,7 +107,8 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     M = rows_of(spec)
     spec = latent.packed(spec, M)
     few = M <= FEW
-    shape = SelectedShape(M, latent.KEYS, STAGES, 2 if few else 1, tiles_of(spec), parts, few, REGISTERS)
+    registers = SCALED_REGISTERS if spec.storage.row_scales else REGISTERS
+    shape = SelectedShape(M, latent.KEYS, STAGES, 2 if few else 1, tiles_of(spec), parts, few, registers)
     units = T * spec.K
     constants = {"SPEC": spec, "DIVISION": division, "SHAPE": shape, **target.overlap(), "num_warps": 4 if few else 8}
     takes = ("key_cache", "selected_keys", *(PARTS if parts > 1 else ()))
@@ -216,10 +225,10 @@ def load_part(
     n, at, _ = counts
     N: gl.constexpr = SHAPE.N
     SIDE: gl.constexpr = SPEC.v_side
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [LOADERS, 1], [1, 0])
+    SCALED: gl.constexpr = SPEC.storage.row_scales
+    WIDTH: gl.constexpr = 1 if SCALED else 2  # bytes of a number of the cache
+    layout: gl.constexpr = gl.BlockedLayout([1, 16 // WIDTH], [4, 8], [LOADERS, 1], [1, 0])
     x = gl.arange(0, N, gl.SliceLayout(1, layout))
-    latents = gl.arange(0, LATENT, gl.SliceLayout(0, layout))
-    rotated = LATENT + gl.arange(0, SPEC.rotated.size, gl.SliceLayout(0, layout))
     entries = batch.tensors.selected_keys + part.row_start.to(gl.int64) * SPEC.masks.selection.entries
     j = positions(entries, part.tile, x, SPEC, SHAPE)
     next_j = positions(entries, part.tile + 1, x, SPEC, SHAPE)
@@ -228,20 +237,58 @@ def load_part(
     for t in range(part.count):
         rows = batch.tensors.key_cache + block.to(gl.int64) * SIDE.n + (j % SPEC.B).to(gl.int64) * SIDE.b
         now = live
+        loaded = ()
+        if SCALED:
+            loaded = load_numbers(rows, now)
         j = next_j
         next_j = positions(entries, part.tile + t + 2, x, SPEC, SHAPE)
         live, block = blocks_of(j, token, batch, SPEC)
         ring.wait_empty(shared.ring, at)
         place = ring.stage_of(shared.ring, at)
-        load_async(shared.rotated.index(place), rows[:, None] + rotated[None, :], mask=now[:, None])
-        load_async(shared.latents.index(place), rows[:, None] + latents[None, :], mask=now[:, None])
+        if SCALED:
+            copy_columns(rotated_columns(rows), now, shared.rotated.index(place))
+        else:
+            copy_columns(rows + LATENT, now, shared.rotated.index(place))
+            copy_columns(rows, now, shared.latents.index(place))
         async_copy.mbarrier_arrive(ring.full_of(shared.ring, at), increment_count=False)
+        if SCALED:
+            store_numbers(loaded, shared.latents.index(place))
         shared.seen.index(place).store(now.to(gl.int8))
         ring.fill(shared.ring, at)
         if t == 0:  # the last unit's query rows may still be read
             load_rows(args, part, n, shared, SPEC, SHAPE)
         at += 1
     return Counts(n + 1, at, counts.messages)
+
+
+@gluon.jit
+def copy_columns(rows, live, to):
+    """Begin to copy columns of keys ``[N]`` to shared memory, from these addresses on; zeros if not live."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [LOADERS, 1], [1, 0])
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, layout))
+    live = gl.convert_layout(live, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, to.shape[1], gl.SliceLayout(0, layout))
+    load_async(to, rows[:, None] + columns[None, :], mask=live[:, None])
+
+
+@gluon.jit
+def load_numbers(rows, live):
+    """Begin to load the numbers of rows with scales to registers. Returns them and the scales, by groups of columns."""
+    columns = gl.arange(0, GROUP, gl.SliceLayout(0, rows.type.layout.parent))
+    made: gl.tuple = ()
+    for g in gl.static_range(LATENT // GROUP):
+        numbers = gl.load(rows[:, None] + (g * GROUP + columns)[None, :], mask=live[:, None], other=0.0)
+        made += (numbers, gl.load(scales_of(rows) + g, mask=live, other=0.0))
+    return made
+
+
+@gluon.jit
+def store_numbers(loaded, to):
+    """Store what :func:`load_numbers` loaded, times the scales."""
+    for g in gl.static_range(LATENT // GROUP):
+        numbers = widen_fp8(loaded[2 * g]).to(gl.float32) * loaded[2 * g + 1][:, None]
+        to.slice(g * GROUP, GROUP, dim=1).store(numbers.to(to.dtype))
+    fence_async_shared()
 
 
 @gluon.jit
@@ -295,6 +342,25 @@ def multiply_values(acc, p, at, shared, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def own_totals(p, SHAPE: gl.constexpr):
+    """The sums of the weights that a thread has of a row, so that they take few registers."""
+    if SHAPE.few:
+        return p
+    else:
+        return gl.sum(p.reshape([SHAPE.M, 2, SHAPE.N // 16, 8]), 2)
+
+
+@gluon.jit
+def add_totals(l, decay, p, SHAPE: gl.constexpr):
+    """``l * decay`` plus the totals of the weights p."""
+    if SHAPE.few:
+        return l * decay[None, :] + p
+    else:
+        layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, l.type.layout))
+        return l * gl.convert_layout(decay, layout)[:, None][:, :, None] + own_totals(p, SHAPE)
+
+
+@gluon.jit
 def attend_part(
     part, counts, args, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
@@ -309,7 +375,7 @@ def attend_part(
     zero = gl.full([N, M] if SHAPE.few else [M, N], 0.0, gl.float32, layout)
     acc = gl.full([LATENT, M] if SHAPE.few else [M, LATENT], 0.0, gl.float32, sums)
     m = gl.full([M], float("-inf"), gl.float32, row_layout)
-    l = zero  # each thread's totals of weights
+    l = own_totals(zero, SHAPE)
     ring.wait_full(shared.q_ring, counts.units)
     for t in range(part.count):
         at = counts.tiles + t
@@ -321,10 +387,13 @@ def attend_part(
         p = gl.exp2(scores - gl.expand_dims(shift, AXIS))
         decay = gl.exp2(m - shift)
         m = m_new
-        l = l * gl.expand_dims(decay, AXIS) + p
+        l = add_totals(l, decay, p, SHAPE)
         decay = gl.convert_layout(decay, gl.SliceLayout(AXIS, sums))
         acc = multiply_values(acc * gl.expand_dims(decay, AXIS), p, at, shared, SHAPE)
-    l_ = gl.sum(l, AXIS)
+    if SHAPE.few:
+        l_ = gl.sum(l, 0)
+    else:
+        l_ = gl.convert_layout(gl.sum(gl.sum(l, 2), 1), row_layout)
     to: gl.constexpr = gl.SliceLayout(AXIS, sums)
     scale = gl.convert_layout(roles.normalizer(l_, 1.0), to)
     lse2 = gl.convert_layout(roles.lse2_of(m, l_), to)
