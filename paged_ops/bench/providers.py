@@ -190,7 +190,7 @@ class FlashAttention3:
 
 
 class FlashMLA:
-    """FlashMLA over the same latent cache, its own package or as vLLM builds it. Dense decode, planned for exactly these
+    """FlashMLA over the same latent cache, its own package or as vLLM builds it. Dense decode, planned for these
     lengths. Over selected keys the decode kernel for fp8 rows, and the kernel for prompts for bfloat16; positions are
     converted to slots before."""
 
