@@ -78,26 +78,25 @@ VARIANTS = [
         latent(8, torch.float16, sinks=True, sliding_window=100, soft_cap=30.0),
         COLUMNS,
     ),
-    Variant("hopper-selected-h16", latent(16, B=64, T=64, selected=2048), SELECTED),
     Variant(
-        "hopper-selected-h128-h64",
-        both(latent(128, T=64, selected=2048), latent(64, T=300, selected=2048)),
-        SELECTED,
-    ),
-    Variant(
-        "hopper-selected-h16-h128-fp8-ds-mla",
-        both(*(latent(H, T=64, selected=2048, kv_cache_dtype="fp8_ds_mla") for H in (16, 128))),
-        SELECTED,
-        spills={(3, 6): 40, (3, 7): 40, (3, 8): 16, (3, 9): 120},  # the numbers of a tile are in registers
-    ),
-    Variant(
-        "hopper-selected-h8-h20-fp16-blocks-window",
+        "hopper-selected-h16-h128-h64",
         both(
+            latent(16, B=64, T=64, selected=2048),
+            latent(128, T=64, selected=2048),
+            latent(64, T=300, selected=2048),
+        ),
+        SELECTED,
+    ),
+    Variant(
+        "hopper-selected-h16-h128-fp8-ds-mla-and-h8-h20-fp16-blocks-window",
+        both(
+            latent(16, T=64, selected=2048, kv_cache_dtype="fp8_ds_mla"),
+            latent(128, T=64, selected=2048, kv_cache_dtype="fp8_ds_mla"),
             latent(8, torch.float16, T=300, selected=100, selected_block_size=8),
             latent(20, torch.float16, selected=2000, sliding_window=100),
         ),
         SELECTED,
-        spills={(3, 9): 8},
+        spills={(3, 6): 40, (3, 7): 40, (3, 8): 16, (3, 9): 120},  # over fp8_ds_mla: a tile's numbers are in registers
     ),
     Variant(
         "hopper-mixed-and-shares",
