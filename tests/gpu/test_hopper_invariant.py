@@ -158,13 +158,15 @@ def test_each_tile_of_each_row_is_in_one_item(heads, tokens, lens, most, monkeyp
 @pytest.mark.parametrize("prompt_first", [True, False])
 def test_short_sequences_are_at_the_front_of_the_items_and_prompts_at_the_back(light, prompt_first, monkeypatch):
     """Both from the longest on, wherever they are in the batch."""
-    tokens, lens = ([300, 1, 1, 1], [5000, 100, 9000, 5000])
+    tokens, lens = ([300, 1, 1, 1], [5000, 100, 9000, 7000])
     if not prompt_first:
         tokens, lens = tokens[::-1], lens[::-1]
     items, SPEC, SHAPE, CUTS = items_by_the_code((32, 8), tokens, lens, monkeypatch, light=light)
     first = items[:: SPEC.K]  # of one head
     segments = [int(each.tiles) for each in first if int(each.q_len) == 1]
-    assert len(segments) == 1 + 3 + 2 and segments[:3] == [CUTS.tiles] * 3 and max(segments[3:]) < CUTS.tiles
+    last = -(-(7000 - CUTS.tiles * SHAPE.N) // SHAPE.N)  # more than half a segment
+    assert len(segments) == 1 + 3 + 2 and sorted(segments[:4]) == [last, *[CUTS.tiles] * 3]
+    assert max(segments[4:]) < CUTS.tiles // 2 < last
     assert all(int(each.q_len) == 1 for each in first[: len(segments)])
     of_prompt = [int(each.first_token) for each in first[len(segments) :]]
     assert of_prompt == list(range(0, 300, SHAPE.M // SPEC.G))

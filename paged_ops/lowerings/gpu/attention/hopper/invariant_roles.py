@@ -61,8 +61,8 @@ class Items(NamedTuple):
     """The items of a batch per key/value head, and how programs take them: see Work of work.py."""
 
     tiles: Any  # all items
-    full: Any  # of them segments other than the last ones,
-    last: Any  # and last segments; tiles of rows are the others
+    full: Any  # of them segments, other than last ones of less than half the keys,
+    last: Any  # and these; tiles of rows are the others
     few: Any
     programs: Any
     counters: Any
@@ -71,21 +71,23 @@ class Items(NamedTuple):
 @gluon.jit
 def items_of(start, segmented, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, CUTS: gl.constexpr,
              SHAPE: gl.constexpr):  # fmt: skip
-    """The items of a key/value head of sequences from ``start`` on, DIVISION.at_once of them: the segments but the last
-    one, the last one, and tiles of rows; and the sequences."""
+    """The items of a key/value head of sequences from ``start`` on, DIVISION.at_once of them: the segments, but not the
+    last one if it has less than half the keys; this one; and tiles of rows; and the sequences."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [SHAPE.warps], [0])
     s = start + gl.arange(0, DIVISION.at_once, lanes)
     live = s < batch.numbers.S
     _row_start, q_len, seq_len = lengths(s, live, batch)
     TOKENS: gl.constexpr = SHAPE.M // SPEC.G
-    _tiles, segments, whole = segments_of(q_len, seq_len, SPEC.G, TOKENS, DIVISION.rows, CUTS, SHAPE.N)
+    tiles, segments, whole = segments_of(q_len, seq_len, SPEC.G, TOKENS, DIVISION.rows, CUTS, SHAPE.N)
     segments = gl.where(segmented, segments, 0)
-    return gl.maximum(segments - 1, 0), gl.minimum(segments, 1), gl.where(segments > 0, 0, whole), s
+    short = 2 * (seq_len - (segments - 1) * (tiles * SHAPE.N)) < tiles * SHAPE.N
+    last = gl.where(short, gl.minimum(segments, 1), 0)
+    return segments - last, last, gl.where(segments > 0, 0, whole), s
 
 
 @gluon.jit
 def total_items(segmented, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, CUTS: gl.constexpr, SHAPE: gl.constexpr):
-    """The items of a key/value head of all sequences: segments but the last ones, last ones, and tiles of rows."""
+    """The items of a key/value head of all sequences: see :func:`items_of`."""
     full = 0
     last = 0
     tiles = 0
@@ -101,8 +103,8 @@ def total_items(segmented, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, CU
 def item_of(at, work, batch, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
     """The at-th item. Its field ``oldest`` is the place of its state; -1: it is a whole tile of rows.
 
-    Heads come first. Of their items, full segments come first, then the last ones, which are shorter, then tiles of
-    rows, of which later ones see more keys. So they are taken longest first if programs for short sequences begin at
+    Heads come first. Of their items, long segments come first, then short last ones, then tiles of rows, of which later
+    ones see more keys. So they are taken longest first if programs for short sequences begin at
     the front, and the others at the back; if none is for short ones, all begin at the back.
     """
     CUTS: gl.constexpr = PLAN.cuts
