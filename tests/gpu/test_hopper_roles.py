@@ -303,7 +303,7 @@ def run_once(monkeypatch, seed, pairs, shape, of_bytes, halved):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lead", [1, 4])
+@pytest.mark.parametrize("lead", [1, 4, 8])
 @pytest.mark.parametrize("load", ["tma", "copies", "elements"])
 @pytest.mark.parametrize(("stages", "slots"), [(2, 2), (3, 2), (2, 1)])
 def test_items_are_taken_in_time(stages, slots, load, lead, monkeypatch):
