@@ -96,10 +96,12 @@ VARIANTS = [
         },
         spills=INVARIANT_SPILLS,
     ),
-    Variant("hopper-latent-h16", latent(16, B=64, T=4), COLUMNS),
     Variant(
-        "hopper-latent-h8-fp16-two-tokens-window-cap",
-        latent(8, torch.float16, sinks=True, sliding_window=100, soft_cap=30.0),
+        "hopper-latent-h16-and-h8-fp16-two-tokens-window-cap",
+        both(
+            latent(16, B=64, T=4),
+            latent(8, torch.float16, sinks=True, sliding_window=100, soft_cap=30.0),
+        ),
         COLUMNS,
     ),
     Variant(
