@@ -293,19 +293,18 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata], CompilesAhead):
         key_cache, value_cache = self._views(kv_cache)
         k_scale, v_scale = self._scales(layer)
         scale_of_output = None if output_scale is None else output_scale.reshape(1)
-        if attn_metadata.history_lens is not None:
-            merged = attend_with_gathered_heads(
+        if attn_metadata.exchange is not None:
+            attend_with_gathered_heads(
                 rows,
                 key[:T],
                 value[:T],
                 key_cache,
                 attn_metadata.block_table,
-                attn_metadata.history_lens,
+                attn_metadata.lens,
                 attn_metadata.query_start_loc,
                 attn_metadata.max_query_len,
                 self.scale,
-                vllm_plugin.context_exchange(),
-                lens=attn_metadata.lens,
+                attn_metadata.exchange,
                 value_cache=value_cache,
                 causal=attn_metadata.causal,
                 sinks=self._sinks,
@@ -313,8 +312,8 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata], CompilesAhead):
                 k_scale=k_scale,
                 v_scale=v_scale,
                 kv_cache_dtype=self._stored_as,
+                out=out,
             )
-            out.copy_(merged)
             return
         # A group may have layers with and without a window; all have full block tables.
         ranges = attn_metadata.mm_prefix_range_tensor

@@ -18,7 +18,7 @@ import cloudpickle
 import pytest
 import torch
 from torch import Tensor
-from vllm.config import AttentionConfig
+from vllm.config import AttentionConfig, CUDAGraphMode
 from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
@@ -881,20 +881,42 @@ def test_context_parallelism_is_for_layers_that_see_all(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("interleave", [1, 4])
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE])
 @pytest.mark.parametrize(("query_lens", "is_decode"), [([1, 1, 1, 1], True), ([1, 5, 3, 12], False)])
 def test_ranks_of_context_parallelism_count_their_tokens(
-    rank: int, query_lens: list[int], is_decode: bool, monkeypatch: pytest.MonkeyPatch
+    rank: int,
+    interleave: int,
+    mode: CUDAGraphMode,
+    query_lens: list[int],
+    is_decode: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before the step, and, where no request has more than one new token, with those of the step."""
+    """Before the step, or, where no request has more than one new token, with those of the step. A graph of mixed
+    steps that serves a decode reads those before the step."""
     group = SimpleNamespace(world_size=2, rank_in_group=rank)
+    exchange = object()
     monkeypatch.setattr(vllm_plugin, "context_group", lambda: group)
+    monkeypatch.setattr(vllm_plugin, "context_exchange", lambda *made_for: exchange)
     monkeypatch.setitem(globals(), "QUERY_LENS", query_lens)
     config = engine_with_cascade(False)
-    config.parallel_config = SimpleNamespace(cp_kv_cache_interleave_size=1)
+    config.parallel_config = SimpleNamespace(cp_kv_cache_interleave_size=interleave)
+    config.compilation_config, config.num_speculative_tokens = SimpleNamespace(cudagraph_mode=mode), 2
     builder = PagedOpsMetadataBuilder(FullAttentionSpec(**SPEC), ["layer"], config, torch.device("cpu"))
     metadata = builder.build(0, Step().common)
-    held = [len(range(rank, n, 2)) for n in SEQ_LENS]
-    before = [len(range(rank, n - q, 2)) for n, q in zip(SEQ_LENS, query_lens, strict=True)]
-    assert metadata.history_lens is not None and metadata.history_lens.tolist() == before
-    assert (metadata.lens is not None) == is_decode
-    assert metadata.lens is None or metadata.lens.tolist() == held
+    held = [sum(j // interleave % 2 == rank for j in range(n)) for n in SEQ_LENS]
+    lens = zip(SEQ_LENS, query_lens, strict=True)
+    before = [sum(j // interleave % 2 == rank for j in range(n - q)) for n, q in lens]
+    assert metadata.exchange is exchange and metadata.lens is not None
+    assert metadata.lens.tolist() == (held if is_decode else before)
+    if mode is CUDAGraphMode.FULL or not is_decode:
+        assert builder._lens[0, : len(before)].tolist() == before
+
+    common = Step().common
+    common.seq_lens_cpu_upper_bound = torch.tensor(SEQ_LENS, dtype=torch.int32)
+    assert builder.build(0, common).lens is not None  # some request has tokens before the step
+    monkeypatch.setitem(globals(), "QUERY_LENS", SEQ_LENS)
+    common = Step().common
+    assert builder.build(0, common).lens is not None  # unknown
+    common.seq_lens_cpu_upper_bound = torch.tensor(SEQ_LENS, dtype=torch.int32)
+    assert (builder.build(0, common).lens is None) == (mode is not CUDAGraphMode.FULL)  # whole prompts alone
