@@ -305,9 +305,10 @@ def decodes_with_gathered_heads(rank: int, size: int, device_type: str) -> int:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 step()
             step = graph.replay
-        steps.append((step, S, queries, both.double(), lens, out))
+        read = query, value_cache, batch  # graphs hold addresses only
+        steps.append((step, S, queries, both.double(), lens, out, read))
     for n in range(12):
-        step, S, queries, (keys, values), lens, out = steps[n % 3]
+        step, S, queries, (keys, values), lens, out, _ = steps[n % 3]
         whole = [(n * 31 + s * 17) % (size * block * M) + 1 for s in range(S)]
         lens.copy_(torch.tensor([len(range(rank, each, size)) for each in whole]))
         step()
