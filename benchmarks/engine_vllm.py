@@ -102,7 +102,7 @@ class Engine:
             disable_log_stats=True,
             # Of other kernels than attention, and not without packages that FlashInfer's attention does not need.
             enable_flashinfer_autotune=False,
-            **({"additional_config": {"paged_ops_cascade": True}} if args.cascade else {}),
+            additional_config={"paged_ops_cascade": args.cascade, "paged_ops_symmetric_memory": not args.collectives},
             **({} if args.block_size is None else {"block_size": args.block_size}),
             **(
                 {"kv_cache_memory_bytes": 128 << 20, "enforce_eager": True}
@@ -434,6 +434,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", default="llama-3-8b", choices=[name for name in SHAPES if name != "tiny"])
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs")
     parser.add_argument("--context-parallel", type=int, default=1, help="vLLM's decode_context_parallel_size")
+    parser.add_argument("--collectives", action="store_true", help="our backend uses no symmetric memory there")
     parser.add_argument(
         "--longest", type=int, default=None, help="max_model_len; adds cases of 65536 and 131072 tokens"
     )

@@ -136,7 +136,11 @@ _exchanges: dict[Any, Any] = {}
 
 
 def context_exchange(group: Any, vllm_config: Any, head_size: int, device: Any) -> Any:
-    """The exchange in which the ranks of :func:`context_group` merge partial attention. They make it together, once."""
+    """The exchange in which the ranks of :func:`context_group` merge partial attention. They make it together, once.
+
+    ``--additional-config '{"paged_ops_symmetric_memory": false}'``: by collectives, also where GPUs address each
+    other's memory.
+    """
     from paged_ops.parallel.all_reduce import MOST_ROWS
     from paged_ops.parallel.exchange import prepare
 
@@ -153,7 +157,9 @@ def context_exchange(group: Any, vllm_config: Any, head_size: int, device: Any) 
             head_size=head_size,
             dtype=model.dtype,
             gathered_heads=heads,
-            collectives=bool(getattr(parallel, "use_ubatching", False)),  # its halves run on streams of their own
+            # the halves of a split batch run on streams of their own
+            collectives=bool(getattr(parallel, "use_ubatching", False))
+            or not _option(vllm_config, "paged_ops_symmetric_memory", True),
         )
         logger.info("Context parallelism of paged_ops: parts are merged by %s.", found.how)
     return found
