@@ -484,8 +484,10 @@ def test_causality_by_request_needs_a_window_as_long_as_the_step() -> None:
 
 def test_causality_by_request_is_refused_where_tokens_are_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_plugin, "context_group", lambda: SimpleNamespace(world_size=2, rank_in_group=0))
+    monkeypatch.setattr(vllm_plugin, "context_exchange", lambda *made_for: object())
     config = engine_with_cascade(False)
     config.parallel_config = SimpleNamespace(cp_kv_cache_interleave_size=1)
+    config.compilation_config, config.num_speculative_tokens = SimpleNamespace(cudagraph_mode=None), 0
     builder, step = PagedOpsMetadataBuilder(FullAttentionSpec(**SPEC), ["layer"], config, torch.device("cpu")), Step()
     step.common.causal = torch.ones(4, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"causal: expected True or False .* with context parallelism"):
