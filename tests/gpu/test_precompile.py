@@ -189,12 +189,20 @@ def test_alignment_and_absence_are_part_of_a_job(on_cuda):
     assert first._replace(places=second.places) == second
 
 
+def test_a_launcher_without_a_constant_is_refused():
+    with pytest.raises(TypeError, match="merge_kernel: constants must name DIVISION, PDL, got SPEC, TILE"):
+        launch.Launcher(merge.merge_kernel, {"SPEC": 0, "TILE": 0}, torch.device("cpu", 0))
+
+
 def test_a_kernel_is_loaded_on_each_device_and_if_another_process_has_left_it(on_cuda, monkeypatch):
     compiler = precompile.Compiler(0)  # begins nothing
     monkeypatch.setattr(warm_up, "has_gpu", lambda: True)
     monkeypatch.setattr(precompile, "can_precompile", lambda: True)
     monkeypatch.setattr(precompile, "compiler", lambda: compiler)
-    launchers = [launch.Launcher(merge.merge_kernel, {}, torch.device("cpu", i), can_wait=True) for i in range(2)]
+    constants = dict.fromkeys(["SPEC", "DIVISION", "TILE", "PDL"], 0)
+    launchers = [
+        launch.Launcher(merge.merge_kernel, constants, torch.device("cpu", i), can_wait=True) for i in range(2)
+    ]
     try:
         ahead = warm_up.Ahead([lambda i=i: launchers[i]((1, 1, 1), (torch.zeros(1),)) for i in range(2)])
         assert not on_cuda

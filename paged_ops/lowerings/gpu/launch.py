@@ -44,6 +44,10 @@ class Launcher:
     def __init__(self, kernel: Any, constants: dict[str, Any], device: torch.device, *, can_wait: bool = False) -> None:
         self.can_wait = can_wait
         self._kernel = settled(kernel)
+        named = [each.name for each in getattr(kernel, "params", ()) if each.is_constexpr]
+        missing = [name for name in named if name not in constants]
+        if missing:  # a default would serve the first call, which Triton launches, and no later one
+            raise TypeError(f"{kernel.__name__}: constants must name {', '.join(missing)}, got {', '.join(constants)}")
         self._constants = {name: _named(value) for name, value in constants.items()}
         self._values: tuple[Any, ...] = ()  # values of the constants that are parameters, in the kernel's order
         self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}  # by alignment

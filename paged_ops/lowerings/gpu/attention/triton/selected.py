@@ -78,7 +78,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         return numbers.T * K, parts, 1
 
     without = ("T", "taken", "arrived", *(("value_cache",) if spec.rotated else ()))
-    constants = {"SPEC": spec, "DIVISION": division, "TILE": shape, **overlap, **options}
+    constants = {"SPEC": spec, "DIVISION": division, "TILE": shape, "SEGMENT_TILES": 0, **overlap, **options}
     if spec.batch_invariant:
         constants |= {"SEGMENT_TILES": invariant.SEGMENT // shape.N, **NOT_FUSED}
     launch = Launch(launcher_of(selected_kernel, constants, target.device, without), grid, without)
@@ -102,7 +102,7 @@ def selected_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
-    SEGMENT_TILES: tl.constexpr = 0,
+    SEGMENT_TILES: tl.constexpr,
 ):  # fmt: skip
     """One part of the list of one unit. Rows of padding see no key. ``SEGMENT_TILES``: 0 if not ``batch_invariant``."""
     numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
