@@ -168,6 +168,18 @@ def test_the_kernels_of_all_batches_are_few(on_cuda, tokens, sequences, most):
     assert 3 < len(set(jobs)) <= most
 
 
+@pytest.mark.parametrize(("T", "S"), [(64, 4), (16, 1), (5, 1), (32, 2)])
+def test_short_prompts_of_equal_lengths_are_compiled_ahead_if_asked_for(on_cuda, monkeypatch, T, S):
+    monkeypatch.setattr(warm_up, "has_gpu", lambda: True)
+    monkeypatch.setattr(precompile, "can_precompile", lambda: False)
+    most = {"max_num_tokens": 8192, "max_num_seqs": 256}
+    with precompile.noting() as of_the_step:
+        call(T, S)
+    assert len(of_the_step) > 1
+    assert not of_the_step.keys() <= warm_up.Ahead([call], **most)._loads.keys()
+    assert of_the_step.keys() <= warm_up.Ahead([call], **most, equal_lengths=True)._loads.keys()
+
+
 def test_noting_ends_with_an_error(on_cuda):
     query, kv_cache, tables, lens, starts, scale = step(100, 10)[1]
     with pytest.raises(ValueError, match="query_start_loc"), precompile.noting():

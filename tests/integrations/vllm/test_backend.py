@@ -34,6 +34,7 @@ from vllm.v1.kv_cache_interface import (
 from paged_ops.integrations.vllm import backend as vllm
 from paged_ops.integrations.vllm import plugin as vllm_plugin
 from paged_ops.integrations.vllm.backend import PagedOpsBackend, PagedOpsImpl, PagedOpsMetadataBuilder
+from paged_ops.parallel.exchange import Exchange
 
 H, K, D, B, N = 4, 2, 16, 8, 64
 QUERY_LENS, SEQ_LENS = [1, 5, 3, 12], [30, 5, 17, 41]
@@ -772,7 +773,7 @@ def test_kernels_of_all_steps_are_compiled_once(monkeypatch: pytest.MonkeyPatch)
 
     class Recorded:
         def __init__(self, calls: Any, **limits: int) -> None:
-            assert limits == {"max_num_tokens": 64, "max_num_seqs": 8}
+            assert limits == {"max_num_tokens": 64, "max_num_seqs": 8, "equal_lengths": True}
             for call in calls:
                 call()
 
@@ -781,8 +782,22 @@ def test_kernels_of_all_steps_are_compiled_once(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(vllm, "_attend", record)
     monkeypatch.setattr(vllm, "Ahead", Recorded)
-    impl.warm_up(layer, query, step.kv_cache, torch.empty(5, H, D))
+    impl.warm_up(layer, query, query, query, step.kv_cache, torch.empty(5, H, D))
     assert seen == [(7, 3), "finished"]
+
+    seen.clear()
+    gathered = vllm.attend_with_gathered_heads
+
+    def record_gathered(*args: Any, **options: Any) -> Tensor:
+        lens, longest = args[5], args[7]
+        seen.append((longest, lens is not None))
+        return gathered(*args, **options)
+
+    monkeypatch.setattr(vllm, "attend_with_gathered_heads", record_gathered)
+    exchange = Exchange(SimpleNamespace(size=1, rank=0, all_gather=lambda mine: mine[None]))
+    new = fused[:, -D:].view(5, 1, D)
+    impl.warm_up(layer, query, new, new, step.kv_cache, torch.empty(5, H, D), None, exchange)
+    assert seen == [(1, True), (2, True), (2, False), "finished"]
     torch.testing.assert_close(step.kv_cache, before, atol=0, rtol=0, equal_nan=True)
 
 
@@ -791,7 +806,9 @@ def test_a_new_cache_is_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(PagedOpsImpl, "can_warm_up", lambda self, query, kv_cache: bool(kv_cache.numel()))
 
-    def warm_up(self: PagedOpsImpl, layer: Any, query: Tensor, kv_cache: Tensor, *args: Any) -> None:
+    def warm_up(
+        self: PagedOpsImpl, layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Tensor, *args: Any
+    ) -> None:
         calls.append(kv_cache)
         self._warm = kv_cache
 
