@@ -126,7 +126,8 @@ def test_kernels_refuse_what_they_do_not_know():
 
 
 def specs():
-    """Of calls of which each kernel serves one: heads of 128, latents, latent rows with scales; 16 bits and fp8."""
+    """Of calls of which each kernel serves one: heads of 128, latents, latent rows with scales; 16 bits and fp8; with
+    and without selected keys."""
     from paged_ops.lowerings.gpu import spec
 
     N, B, K, T, S = 4, 16, 8, 64, 4
@@ -143,9 +144,11 @@ def specs():
         (576, torch.float8_e4m3fn, "auto"),
         (layouts.ROW_BYTES, torch.uint8, layouts.FP8_DS_MLA),
     ):
-        f = Features(value_head_size=512, kv_cache_dtype=name)
-        key, value = layouts.paged_kv(torch.zeros(N, B, columns).to(stored), None, 512, name)
-        yield spec.spec_of(query, key, value, 0, tables, None, f, query.dtype, False, True)
+        selected = torch.zeros(T, 1, 16, dtype=torch.int32)
+        for f in (Features(value_head_size=512), Features(value_head_size=512, selected_keys=selected)):
+            f = f._replace(kv_cache_dtype=name)
+            key, value = layouts.paged_kv(torch.zeros(N, B, columns).to(stored), None, 512, name)
+            yield spec.spec_of(query, key, value, 0, tables, None, f, query.dtype, False, True)
 
 
 def changes(of_call):

@@ -38,6 +38,7 @@ class Case:
     captured_len: int | None = None  # all seq_lens at capture; replays have the true lengths
     value_head_size: int | None = None
     kv_cache_dtype: str = "auto"  # fp8_ds_mla: latent rows with their own scales, uint8 [N, B, 656]
+    selected: int = 0  # keys that each row selects, at random; 0: it sees all
 
     @property
     def key(self) -> str:
@@ -67,8 +68,10 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values of the sequences, once."""
+        """Keys and values of the sequences, or those that rows select, once."""
         tokens, sizes = sum(seq_len for _, seq_len in self.seqs), self.head_size if self.latent else self._both_sizes
+        if self.selected:
+            tokens = min(tokens, self._pairs)
         if has_row_scales(self.kv_cache_dtype):
             return tokens * ROW_BYTES
         return tokens * self.num_kv_heads * sizes * self.stored.itemsize
@@ -80,9 +83,14 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Operations of both matmuls, over the pairs of query and key that causality allows."""
-        pairs = sum(q * (n - q) + q * (q + 1) // 2 for q, n in self.seqs)
-        return 2 * self.num_heads * self._both_sizes * pairs
+        """Operations of both matmuls, over the pairs of query and key that causality and the selection allow."""
+        return 2 * self.num_heads * self._both_sizes * self._pairs
+
+    @property
+    def _pairs(self) -> int:
+        if self.selected:
+            return sum(min(self.selected, i + 1) for q, n in self.seqs for i in range(n - q, n))
+        return sum(q * (n - q) + q * (q + 1) // 2 for q, n in self.seqs)
 
     @property
     def _both_sizes(self) -> int:
@@ -100,6 +108,7 @@ class Inputs:
     seq_lens: Tensor  # int32 [S]
     query_start_loc: Tensor  # int32 [S + 1]
     value_cache: Tensor | None = None  # separate [N, B, K, Dv]
+    selected_keys: Tensor | None = None  # int32 [T, 1, k]
 
     @property
     def scale(self) -> float:
@@ -113,6 +122,8 @@ class Inputs:
     def kwargs(self) -> dict[str, Any]:
         name = self.case.kv_cache_dtype
         named: dict[str, Any] = {} if name == "auto" else {"kv_cache_dtype": name}
+        if self.selected_keys is not None:
+            named["selected_keys"] = self.selected_keys
         if self.case.separate:
             return {**named, "value_cache": self.value_cache}
         return {**named, "value_head_size": self.case.value_size} if self.case.latent else named
@@ -129,6 +140,15 @@ class Inputs:
             return key, value
         key, value = self.sequence(s)
         return key, value
+
+    def slots_of_selected(self) -> Tensor:
+        """The slots of the selected keys in the cache, ``[T, 1, k]``; -1 for padding."""
+        assert self.selected_keys is not None
+        counts = torch.tensor([q_len for q_len, _ in self.case.seqs], device=self.query.device)
+        tables = self.block_tables.repeat_interleave(counts, 0)
+        keys, B = self.selected_keys[:, 0].long(), self.case.block_size
+        slots = tables.gather(1, keys.clamp(min=0) // B) * B + keys % B
+        return slots.where(keys >= 0, -1).int()[:, None]
 
     def sequence(self, s: int) -> Tensor:
         """Keys and values of a sequence in a combined cache, ``[2, n, K, D]`` in the model's dtype."""
@@ -173,9 +193,20 @@ def make_inputs(case: Case, device: torch.device, cache_bytes: int, most: int = 
                 torch.tensor([seq_len for _, seq_len in case.seqs], dtype=torch.int32, device=device),
                 torch.tensor(starts, dtype=torch.int32, device=device),
                 value_cache,
+                _random_keys(case, device) if case.selected else None,
             )
         )
     return made
+
+
+def _random_keys(case: Case, device: torch.device) -> Tensor:
+    """Ascending positions of keys for each row, ``[T, 1, k]``; rows with fewer keys have all, and -1."""
+    keys = torch.full((case.num_tokens, 1, case.selected), -1, dtype=torch.int32, device=device)
+    positions = (i for q_len, seq_len in case.seqs for i in range(seq_len - q_len, seq_len))
+    for row, i in zip(keys[:, 0], positions, strict=True):
+        chosen = torch.randperm(i + 1, device=device)[: case.selected].sort().values
+        row[: len(chosen)] = chosen
+    return keys
 
 
 def _random_cache(shape: tuple[int, ...], case: Case, device: torch.device) -> Tensor:
@@ -255,6 +286,7 @@ def gpu_cases() -> list[Case]:
     cases += [Case("fp8", "64x4096 e5m2", many, cache_dtype=torch.float8_e5m2)]
     cases += [Case("fp8", name, PREFILL[name], cache_dtype=FP8) for name in ("1x8192", "8x1024@4096")]
     cases += latent_cases()
+    cases += selected_cases()
     cases += [Case("replay", f"{name} captured at 1", DECODE[name], captured_len=1) for name in DECODE]
     cases += [Case("context", f"8x{2**n}", decode(8, 2**n)) for n in range(8, 17)]
     cases += [Case("batch", f"{2**n}x4096", decode(2**n, 4096)) for n in range(9)]
@@ -273,6 +305,20 @@ def latent_cases() -> list[Case]:
     cases += [case("64x4096 fp8", many, H, 64, cache_dtype=FP8) for H in (16, 128)]
     rows: dict[str, Any] = {"cache_dtype": torch.uint8, "kv_cache_dtype": FP8_DS_MLA}
     cases += [case("64x4096 fp8_ds_mla", many, H, 64, **rows) for H in (16, 128)]
+    return cases
+
+
+def selected_cases() -> list[Case]:
+    """Attention to 2048 selected latents per row, as in DeepSeek-V3.2."""
+
+    def case(name: str, seqs: Seqs, H: int, **changes: Any) -> Case:
+        return Case("selected", name, tuple(seqs), H, 1, block_size=64, selected=2048, **LATENT_SIZES, **changes)
+
+    many, rows = decode(64, 131072), {"cache_dtype": torch.uint8, "kv_cache_dtype": FP8_DS_MLA}
+    cases = [case("64x131072", many, H) for H in (8, 16, 64, 128)]
+    cases += [case("64x131072 fp8_ds_mla", many, H, **rows) for H in (16, 64, 128)]
+    cases += [case("4x131072", decode(4, 131072), H) for H in (16, 128)]
+    cases += [case("2048@32768", ((2048, 32768),), H) for H in (16, 128)]
     return cases
 
 

@@ -165,7 +165,12 @@ def reference(inputs: Inputs) -> Tensor:
             i = torch.arange(first, first + count, device=k.device) + seq_len - q_len
             q = inputs.query[part].float().view(count, -1, G, case.head_size).permute(1, 2, 0, 3)  # [K, G, q, D]
             logits = (q.flatten(1, 2) @ k.transpose(1, 2)).view(*q.shape[:3], seq_len) * inputs.scale
-            weights = logits.masked_fill_(j > i[:, None], -torch.inf).softmax(-1)
+            hidden = j > i[:, None]
+            if inputs.selected_keys is not None:
+                keys = inputs.selected_keys[part, 0].long()
+                seen = hidden.new_zeros(count, seq_len + 1).scatter_(1, keys.where(keys >= 0, seq_len), True)
+                hidden |= ~seen[:, :-1]
+            weights = logits.masked_fill_(hidden, -torch.inf).softmax(-1)
             outputs = (weights.flatten(1, 2) @ v).view(*q.shape[:3], case.value_size)
             out[part] = outputs.permute(2, 0, 1, 3).flatten(1, 2)
         start += q_len

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import paged_ops
 from paged_ops.bench.cases import Case, Inputs
-from paged_ops.layouts import Layout
+from paged_ops.layouts import Layout, has_row_scales
 from paged_ops.support import supports
 
 
@@ -68,7 +68,8 @@ class PagedOps:
         sizes: dict[str, Any] = {"head_size": case.head_size}
         if case.value_head_size is not None:
             sizes |= {"value_head_size": case.value_size, "layout": Layout.LATENT if case.latent else None}
-        stored = {"cache_dtype": case.cache_dtype, "kv_cache_dtype": case.kv_cache_dtype}
+        stored: dict[str, Any] = {"cache_dtype": case.cache_dtype, "kv_cache_dtype": case.kv_cache_dtype}
+        stored |= {"selected_keys": True} if case.selected else {}
         return supports("paged_attention", kind, dtype=case.dtype, **stored, **sizes)
 
     def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
@@ -189,8 +190,9 @@ class FlashAttention3:
 
 
 class FlashMLA:
-    """FlashMLA's dense decode over the same latent cache, planned for exactly these lengths; its own package, or as
-    vLLM builds it."""
+    """FlashMLA over the same latent cache, its own package or as vLLM builds it. Dense decode, planned for these
+    lengths. Over selected keys the decode kernel for fp8 rows, and the kernel for prompts for bfloat16; positions are
+    converted to slots before."""
 
     name = "FlashMLA"
     MODULES = "flash_mla", "vllm.third_party.flashmla.flash_mla_interface"
@@ -211,8 +213,11 @@ class FlashMLA:
             reasons.append("neither flash_mla nor vllm is installed")
         if (case.head_size, case.value_head_size, case.block_size) != (576, 512, 64):
             reasons.append("latents of 512 + 64 in blocks of 64")
-        if case.dtype == torch.float32 or case.stored != case.dtype:
+        scaled = case.selected and has_row_scales(case.kv_cache_dtype)
+        if case.dtype == torch.float32 or (case.stored != case.dtype and not scaled):
             reasons.append("float16 or bfloat16, also in the cache")
+        if case.selected and (case.dtype != torch.bfloat16 or case.num_heads not in (64, 128)):
+            reasons.append("selected keys: bfloat16, 64 or 128 heads")
         if len({q_len for q_len, _ in case.seqs}) > 1:
             reasons.append("queries of one length")
         if case.captured_len is not None:
@@ -220,7 +225,24 @@ class FlashMLA:
         return reasons
 
     def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
-        return [self._prepare(each) for each in sets]
+        prepare = self._prepare_selected if sets[0].case.selected else self._prepare
+        return [prepare(each) for each in sets]
+
+    def _prepare_selected(self, inputs: Inputs) -> Callable[[], Tensor]:
+        flash_mla = importlib.import_module(self._module)
+        case, slots, cache = inputs.case, inputs.slots_of_selected(), inputs.kv_cache[:, :, None]
+        if not has_row_scales(case.kv_cache_dtype):
+            rows = cache.flatten(0, 1)
+            return lambda: flash_mla.flash_mla_sparse_fwd(inputs.query, rows, slots, inputs.scale, case.value_size)[0]
+        query = inputs.query.view(len(case.seqs), -1, case.num_heads, case.head_size)
+        plan, _ = flash_mla.get_mla_metadata()
+        named = {"softmax_scale": inputs.scale, "is_fp8_kvcache": True, "indices": slots.view(*query.shape[:2], -1)}
+
+        def call() -> Tensor:
+            return flash_mla.flash_mla_with_kvcache(query, cache, None, None, case.value_size, plan, **named)[0]
+
+        call()  # finishes the plan
+        return call
 
     def _prepare(self, inputs: Inputs) -> Callable[[], Tensor]:
         flash_mla = importlib.import_module(self._module)

@@ -9,6 +9,8 @@ from tests.aot.compiler import Variant, both, gpu
 EXPECT = {"cuda:90": (r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.4d", r"setmaxnreg\.inc")}
 # Few query rows: they are the columns of products, and the first operand of some products is transposed.
 COLUMNS = {"cuda:90": (r"wgmma\.mma_async\.sync\.aligned\.m64n16k16.* 1, 1, 1, 0;", r"setmaxnreg\.inc")}
+# Copies of rows of the cache, 16 bytes each, which arrive at a barrier.
+SELECTED = {"cuda:90": (r"cp\.async\.cg\.shared\.global.* 0x10, ", r"cp\.async\.mbarrier\.arrive", r"setmaxnreg\.inc")}
 # At D 256, with ranges, these spill up to 40 bytes (triton 3.5 to 3.8; 3.9 184): this kernel, as it does without, and
 # split_kernel's whole tiles beside it.
 # Three consumers leave a thread of the scheduler 32 registers, and it spills some numbers (48 bytes, triton 3.6).
@@ -46,11 +48,14 @@ def apart(D, Dv, H, K, B=16, dtype=torch.bfloat16, **features):
     return call
 
 
-def latent(H, dtype=torch.bfloat16, B=16, sinks=False, T=6, **features):
+def latent(H, dtype=torch.bfloat16, B=16, sinks=False, T=6, selected=0, **features):
     def call():
-        kv_cache = gpu(N, B, 576, dtype=dtype)
+        rows = layouts.has_row_scales(features.get("kv_cache_dtype", "auto"))
+        kv_cache = gpu(N, B, layouts.ROW_BYTES, dtype=torch.uint8) if rows else gpu(N, B, 576, dtype=dtype)
         tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, M), (S,), (S + 1,)))
         given = {"sinks": gpu(H, dtype=torch.float32)} if sinks else {}
+        if selected:
+            given["selected_keys"] = gpu(T, 1, selected, dtype=torch.int32)
         query = gpu(T, H, 576, dtype=dtype)
         lowering.paged_attention_with_lse(
             query, kv_cache, tables, lens, starts, 0.1, value_head_size=512, **given, **features
@@ -72,6 +77,26 @@ VARIANTS = [
         "hopper-latent-h8-fp16-two-tokens-window-cap",
         latent(8, torch.float16, sinks=True, sliding_window=100, soft_cap=30.0),
         COLUMNS,
+    ),
+    Variant(
+        "hopper-selected-h16-h128-h64",
+        both(
+            latent(16, B=64, T=64, selected=2048),
+            latent(128, T=64, selected=2048),
+            latent(64, T=300, selected=2048),
+        ),
+        SELECTED,
+    ),
+    Variant(
+        "hopper-selected-h16-h128-fp8-ds-mla-and-h8-h20-fp16-blocks-window",
+        both(
+            latent(16, T=64, selected=2048, kv_cache_dtype="fp8_ds_mla"),
+            latent(128, T=64, selected=2048, kv_cache_dtype="fp8_ds_mla"),
+            latent(8, torch.float16, T=300, selected=100, selected_block_size=8),
+            latent(20, torch.float16, selected=2000, sliding_window=100),
+        ),
+        SELECTED,
+        spills={(3, 6): 40, (3, 7): 40, (3, 8): 16, (3, 9): 120},  # over fp8_ds_mla: a tile's numbers are in registers
     ),
     Variant(
         "hopper-mixed-and-shares",

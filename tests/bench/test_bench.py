@@ -26,11 +26,15 @@ from paged_ops.bench.providers import (
     PagedOps,
     VllmCpu,
 )
+from paged_ops.fp8 import dequantise_rows
 
 CPU = torch.device("cpu")
 CEILINGS = measure.Ceilings(read=1e9, copy=1e9, matmul=1e11)
 RAGGED = Case("t", "ragged", ((1, 33), (5, 17), (16, 16)), 8, 2, 32, dtype=torch.float32)
 LATENT = Case("t", "latent", ((1, 33), (5, 17), (16, 16)), 8, 1, 40, dtype=torch.float32, value_head_size=32)
+SELECTED = Case(
+    "t", "selected", ((1, 33), (5, 17), (16, 16)), 8, 1, 40, dtype=torch.float32, value_head_size=32, selected=7
+)
 APART = Case("t", "separate", ((1, 33), (5, 17), (16, 16)), 8, 2, 40, dtype=torch.float32, value_head_size=24)
 SQUARE = Case("t", "square", ((24, 24), (24, 24)), 8, 2, 32, dtype=torch.float32)
 ROOT = Path(__file__).parents[2]
@@ -59,6 +63,14 @@ def test_bytes_and_operations_of_latents():
     assert case.flops == 2 * 16 * (576 + 512) * (100 + 7 + 8 + 9 + 10)
     known = {case for case in cases.gpu_cases() if case.group == "latent"}
     assert {(each.num_heads, each.block_size) for each in known} >= {(H, B) for H in (16, 32, 128) for B in (64, 16)}
+
+
+def test_bytes_and_operations_of_selected_keys():
+    case = Case("t", "t", ((1, 1000), (4, 10)), 16, 1, 576, 64, value_head_size=512, selected=8)
+    assert case.kv_bytes == (8 + 7 + 8 + 8 + 8) * 576 * 2
+    assert case.flops == 2 * 16 * (576 + 512) * (8 + 7 + 8 + 8 + 8)
+    prompt = dataclasses.replace(case, seqs=((1000, 1000),))
+    assert prompt.kv_bytes == 1000 * 576 * 2
 
 
 def test_the_tables_of_the_targets_are_there_and_keys_are_unique():
@@ -95,7 +107,7 @@ def test_fp8_inputs_are_spread_like_the_others():
 # Measuring
 
 
-@pytest.mark.parametrize("case", [RAGGED, LATENT], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [RAGGED, LATENT, SELECTED], ids=lambda case: case.name)
 @pytest.mark.parametrize("rows_at_once", [1, 1 << 20])
 def test_reference_is_the_packages_meaning(monkeypatch, rows_at_once, case):
     monkeypatch.setattr(measure, "LOGITS_AT_ONCE", rows_at_once)
@@ -205,6 +217,50 @@ def test_flash_mla_gets_what_its_interface_asks_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_mla", stand_in)
     case = Case("latent", "t", ((2, 70), (2, 9)), 4, 1, block_size=64, dtype=torch.float32, **cases.LATENT_SIZES)
     (inputs, _) = sets_of(case)
+    (call,) = FlashMLA().prepare([inputs])
+    want = measure.reference(inputs)
+    assert measure.relative_error(call().view_as(want), want) < 1e-5
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_ds_mla"])
+def test_flash_mla_gets_selected_keys_as_its_interface_asks_for(monkeypatch, kv_cache_dtype):
+    """Its own arguments by its own names; a stand-in computes."""
+
+    def attend(q, rows, indices, scale, d_v):
+        """q [T, H, D], rows [slots, D], indices [T, k]; -1 is padding."""
+        keys = rows[indices.long().clamp(min=0)].float()
+        logits = (q.float() @ keys.transpose(1, 2) * scale).masked_fill(indices[:, None] < 0, -torch.inf)
+        return logits.softmax(-1) @ keys[..., :d_v]
+
+    def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512):
+        assert indices.dtype == torch.int32
+        assert kv.shape[1:] == (1, 576)
+        return attend(q, kv[:, 0], indices[:, 0], sm_scale, d_v), None, None
+
+    def flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None,
+        softmax_scale=None, causal=False, is_fp8_kvcache=False, indices=None,
+    ):  # fmt: skip
+        assert (block_table, cache_seqlens, num_splits, causal, is_fp8_kvcache) == (None, None, None, False, True)
+        assert tile_scheduler_metadata == "plan"
+        assert k_cache.shape[1:] == (64, 1, 656)
+        assert indices.shape == (2, 3, 20)
+        rows = dequantise_rows(k_cache[:, :, 0].flatten(0, 1), torch.bfloat16)
+        out = attend(q.flatten(0, 1), rows, indices.flatten(0, 1), softmax_scale, head_dim_v)
+        return out.view(*q.shape[:3], head_dim_v), None
+
+    stand_in = types.SimpleNamespace(
+        flash_mla_sparse_fwd=flash_mla_sparse_fwd,
+        flash_mla_with_kvcache=flash_mla_with_kvcache,
+        get_mla_metadata=lambda: ("plan", None),
+    )
+    monkeypatch.setitem(sys.modules, "flash_mla", stand_in)
+    stored = {"kv_cache_dtype": kv_cache_dtype, "cache_dtype": None if kv_cache_dtype == "auto" else torch.uint8}
+    case = Case("t", "t", ((3, 70), (3, 9)), 64, 1, block_size=64, selected=20, **cases.LATENT_SIZES, **stored)
+    assert not FlashMLA().reasons_against(case, torch.device("cuda"))
+    few = dataclasses.replace(case, num_heads=16)
+    assert FlashMLA().reasons_against(few, torch.device("cuda")) == ["selected keys: bfloat16, 64 or 128 heads"]
+    (inputs, *_) = sets_of(case)
     (call,) = FlashMLA().prepare([inputs])
     want = measure.reference(inputs)
     assert measure.relative_error(call().view_as(want), want) < 1e-5

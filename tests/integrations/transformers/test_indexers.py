@@ -180,9 +180,9 @@ def test_compiled_whole_without_copies(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("how", ["whole", "layers"])
 def test_tokens_equal_generate_in_cuda_graphs(family: str, how: str) -> None:
+    """Tokens of the CPU: of equal scores, which relu makes frequent here, ``torch.topk`` takes any on a GPU."""
     torch.set_float32_matmul_precision("highest")
     model = model_of(family).to(GPU)
-    want = generate_by_transformers(model)
     model.set_experts_implementation("batched_mm")
     paged = PagedCausalLM(model)
     if how == "layers":
@@ -190,7 +190,7 @@ def test_tokens_equal_generate_in_cuda_graphs(family: str, how: str) -> None:
     options: dict[str, Any] = dict(compile=how == "whole", graph_mode="FULL_DECODE_ONLY")
     kv_cache = paged.allocate_kv_cache(22, 5, num_host_blocks=64)
     loop = GenerationLoop(paged, kv_cache, max_num_seqs=8, max_num_tokens=24, **options)
-    assert loop.generate(prompts(), GREEDY) == want
+    assert loop.generate(prompts(), GREEDY) == expected(family)
     assert loop.graph_stats.replayed > 0
 
 

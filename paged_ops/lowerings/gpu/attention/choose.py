@@ -28,8 +28,9 @@ def kernels_of(target: Target) -> tuple[ModuleType, ...]:
 def hopper_kernels() -> tuple[ModuleType, ...]:
     from paged_ops.lowerings.gpu.attention.hopper import dense, fp8, latent_few, latent_fp8, mixed, shares
     from paged_ops.lowerings.gpu.attention.hopper import latent as latent_hopper
+    from paged_ops.lowerings.gpu.attention.hopper import selected as selected_hopper
 
-    return shares, mixed, dense, fp8, latent_few, latent_hopper, latent_fp8
+    return shares, mixed, dense, fp8, latent_few, latent_hopper, latent_fp8, selected_hopper
 
 
 def choose(kernels: tuple[ModuleType, ...], spec: Spec, target: Target, shapes: Shapes) -> tuple[ModuleType, Choice]:

@@ -1,0 +1,458 @@
+"""Attention to selected latents on Hopper (sm_90) in Gluon.
+
+A unit is a token and a group of query heads: its query rows are these heads, and its keys are those of the token's
+list. A list is cut into equal parts, so that few units fill the GPU, and programs take parts in turn. TMA cannot
+address rows that are not adjacent. So four warps find the rows of a tile by the list and the block table, and copy them
+16 bytes at a time to where TMA would write them; a key that the token does not see is zeros there, and its scores are
+replaced by -inf. Other warps compute. merge_selected_kernel merges the parts. The numbers of fp8_ds_mla rows go through
+these warps' registers, which multiply them by their scales; the tile is the same.
+
+For at most 16 heads the keys, and then the value columns, are rows of the matmuls, as in latent_few.py (S^T = K Q^T,
+O^T = V^T P^T), and one warpgroup computes. Otherwise the 64 heads of a group are the rows (S = Q K^T, O = P V), and two
+warpgroups take half of the keys and then half of the value columns each.
+
+Letters: as in latent.py. Bytes of a selected key: 2 (R + P) in bfloat16, 656 in fp8_ds_mla. Source of the idea: the
+sparse attention of DeepSeek-V3.2 and its FlashMLA kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.hopper import latent, ring
+from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
+from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
+from paged_ops.lowerings.gpu.attention.hopper.latent import KEY_BYTES
+from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, Part
+from paged_ops.lowerings.gpu.attention.shared import masks
+from paged_ops.lowerings.gpu.attention.shared.tile import Batch
+from paged_ops.lowerings.gpu.attention.triton import merge
+from paged_ops.lowerings.gpu.attention.triton.selected import NOT_OF_MERGE, merge_selected_kernel
+from paged_ops.lowerings.gpu.fp8 import widen_fp8
+from paged_ops.lowerings.gpu.gluon_names import load_async, load_box, reinterpret
+from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
+from paged_ops.lowerings.gpu.scaled_rows import GROUP, rotated_columns, scales_of
+from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
+from paged_ops.lowerings.gpu.target import Target
+
+FEW = 16  # the most query rows that are columns of the matmuls
+STAGES = 2  # tiles in shared memory
+LOADERS = gl.constexpr(4)  # warps that copy keys
+REGISTERS, SCALED_REGISTERS = (80,), (144,)  # of these warps, and with the numbers of a tile in flight
+LATENT = gl.constexpr(latent.LATENT)
+# What a part, and a merge, cost besides the tiles, in tiles: see parts_of.
+START, MERGE = 1, 2
+
+APPLIES = frozenset({"latent", "selected", "selection", "causal", "window", "chunk", "float16", "bfloat16"})
+OF_SCALED_ROWS = frozenset({"row_scales", "float8_e4m3fn"})
+
+
+def serves(spec: Spec, target: Target) -> list[str]:
+    if not spec.masks.selected:
+        return ["selected_keys: not given"]
+    spec = spec._replace(B=8)  # any rows of whole pieces of 16 bytes
+    if not spec.storage.row_scales:
+        return latent.refusals(spec, APPLIES, [spec.dtype], str(spec.dtype), 1)
+    against = [] if spec.dtype == torch.bfloat16 else [f"dtype: expected that of the rotated columns, got {spec.dtype}"]
+    return against + latent.refusals(spec, APPLIES | OF_SCALED_ROWS, [torch.float8_e4m3fn], "float8_e4m3fn", 1)
+
+
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
+    """The choice for a batch; the reason if another kernel should serve it."""
+    if not (shapes.columns and shapes.aligned and spec.masks.selection.entries):
+        return "selected_keys, block_tables or kv_cache: expected entries, block ids, and a multiple of 16 bytes"
+    M = rows_of(spec)
+    units = shapes.T * -(-spec.heads // M)
+    return shapes.T, tuning.division(M, shapes.S), parts_of(units, tiles_of(spec), target.processors)
+
+
+def rows_of(spec: Spec) -> int:
+    """The query rows of a unit, padded."""
+    return max(8, tuning.power_of_2(spec.heads)) if spec.heads <= FEW else latent.ROWS
+
+
+def tiles_of(spec: Spec) -> int:
+    """The tiles of a list."""
+    selection = spec.masks.selection
+    return -(-selection.entries * selection.block // latent.KEYS)
+
+
+def parts_of(units: int, tiles: int, programs: int) -> int:
+    """The number of parts of a list with the shortest time, a power of two; no part is empty."""
+
+    def cost(parts: int) -> int:
+        rounds = -(-units * parts // programs)
+        return rounds * (-(-tiles // parts) + START) + (MERGE if parts > 1 else 0)
+
+    powers = [1 << n for n in range(tiles.bit_length())]
+    return min((n for n in powers if (n - 1) * -(-tiles // n) < tiles), key=cost)
+
+
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    T, division, parts = choice
+    M = rows_of(spec)
+    spec = latent.packed(spec, M)
+    few = M <= FEW
+    registers = SCALED_REGISTERS if spec.storage.row_scales else REGISTERS
+    shape = SelectedShape(M, latent.KEYS, STAGES, 2 if few else 1, tiles_of(spec), parts, few, registers)
+    units = T * spec.K
+    constants = {"SPEC": spec, "DIVISION": division, "SHAPE": shape, **target.overlap(), "num_warps": 4 if few else 8}
+    takes = ("key_cache", "selected_keys", *(PARTS if parts > 1 else ()))
+    rows = functools.partial(latent.describe_rows, M, 64)
+    grid = min(units * parts, target.processors), 1, 1
+    launcher = launcher_of(selected_hopper_kernel, constants, target.device)
+    launch = HopperLaunch(launcher, grid, takes, [("query", rows)])
+    if parts == 1:
+        return Launches((launch,), (0, 0, 0))
+    merged = {"SPEC": spec.for_merge(), "TILE": TileShape(M, 1, 0, spec.v_side.size, 0, False), "PARTS": parts}
+    options = {**target.overlap(), "num_warps": 4}
+    launcher = launcher_of(merge_selected_kernel, merged | options, target.device, NOT_OF_MERGE)
+
+    def merges(numbers: Numbers) -> Grid:
+        return numbers.T * spec.K, spec.G, 1
+
+    launches = launch, Launch(launcher, merges, NOT_OF_MERGE)
+    return Launches(launches, merge.workspace(units * parts, M, spec.v_side.size))
+
+
+class SelectedShape(NamedTuple):
+    """The tile, and how lists are divided."""
+
+    M: int
+    N: int
+    stages: int  # tiles in shared memory
+    units: int  # units whose query rows are in shared memory
+    tiles: int  # of a list
+    parts: int  # of a list
+    few: bool  # whether query rows are the columns of the matmuls
+    registers: tuple[int, ...]  # of the warps that copy keys
+
+
+class SelectedMemory(NamedTuple):
+    """The contents of shared memory. Columns of latents and rotated ones are apart."""
+
+    q_chunks: Any  # the latents of query rows, 64 columns at a time, as copies write them,
+    q_latents: Any  # and as they are multiplied
+    q_rotated: Any
+    q_ring: Any
+    latents: Any
+    rotated: Any
+    ring: Any  # of tiles
+    seen: Any  # for each key of a tile: 1, or 0 if the token does not see it
+    weights: Any  # of a tile of keys
+
+
+@gluon.jit
+def each_part(role: gl.constexpr, args, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
+    """Call ``role(part, counts, args, batch, shared, SPEC, DIVISION, SHAPE)``, which returns the new counts, for each
+    part that the program takes. Returns the last counts."""
+    counts = Counts(0, 0, 0)
+    each: gl.constexpr = (SHAPE.tiles + SHAPE.parts - 1) // SHAPE.parts
+    for n in range(gl.program_id(0), batch.numbers.T * SPEC.K * SHAPE.parts, gl.num_programs(0)):
+        unit, tile = n // SHAPE.parts, n % SHAPE.parts * each
+        count = gl.minimum(each, SHAPE.tiles - tile)
+        t, kh = unit // SPEC.K, unit % SPEC.K
+        part = Part(n, 0, kh, 0, tile, t, 1, 0, 0, SHAPE.tiles, count, count)
+        counts = role(part, counts, args, batch, shared, SPEC, DIVISION, SHAPE)
+    return counts
+
+
+class Token(NamedTuple):
+    """The sequence of a token, and the token's place in it."""
+
+    block_table: Any
+    seq_len: Any  # 0 if the row is padding
+    i: Any  # its position
+
+
+@gluon.jit
+def token_at(t, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr):
+    """:class:`Token` of row t. All loads are under way at once."""
+    tensors, S = batch.tensors, batch.numbers.S
+    TIMES: gl.constexpr = DIVISION.times
+    s, seq_len, end = t * 0, t * 0, t * 0
+    for n in gl.static_range(TIMES):
+        s_ = n * DIVISION.at_once + gl.arange(0, DIVISION.at_once, gl.BlockedLayout([1], [32], [LOADERS], [0]))
+        start_ = gl.load(tensors.query_start_loc + s_, mask=s_ < S, other=0)
+        end_ = gl.load(tensors.query_start_loc + s_ + 1, mask=s_ < S, other=0)
+        len_ = gl.load(tensors.seq_lens + s_, mask=s_ < S, other=0)
+        own = (start_ <= t) & (t < end_)
+        s += gl.sum(gl.where(own, s_, 0), 0)
+        seq_len += gl.sum(gl.where(own, len_, 0), 0)
+        end += gl.sum(gl.where(own, end_, 0), 0)
+    block_table = tensors.block_tables + s.to(gl.int64) * batch.numbers.table_stride
+    return Token(block_table, seq_len, seq_len - end + t)
+
+
+@gluon.jit
+def positions(entries, tile, x, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """The positions of the keys ``x [N]`` of a tile of a list; negative for padding."""
+    BLOCK: gl.constexpr = SPEC.masks.selection.block
+    KEYS: gl.constexpr = SPEC.masks.selection.entries * BLOCK
+    LARGEST: gl.constexpr = 2147483647 // BLOCK - 1  # a larger entry selects nothing, and must not overflow
+    x += tile * SHAPE.N
+    entry = gl.load(entries + x // BLOCK, mask=x < KEYS, other=-1)
+    return gl.maximum(gl.minimum(entry, LARGEST), -1) * BLOCK + x % BLOCK
+
+
+@gluon.jit
+def blocks_of(j, token, batch, SPEC: gl.constexpr):
+    """Which of the keys ``j [N]`` a token sees, and their block ids."""
+    MASKS: gl.constexpr = SPEC.masks
+    live = masks.keep_in_order(token.i, j, (j >= 0) & (j < token.seq_len), batch.numbers, MASKS)
+    return live, gl.load(token.block_table + j // SPEC.B * SPEC.table, mask=live, other=0)
+
+
+@gluon.jit
+def load_part(
+    part, counts, args, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """Load the tiles of a part, and the query rows of its unit. Lists are read two tiles ahead, block ids one."""
+    n, at, _ = counts
+    N: gl.constexpr = SHAPE.N
+    SIDE: gl.constexpr = SPEC.v_side
+    SCALED: gl.constexpr = SPEC.storage.row_scales
+    WIDTH: gl.constexpr = 1 if SCALED else 2  # bytes of a number of the cache
+    layout: gl.constexpr = gl.BlockedLayout([1, 16 // WIDTH], [4, 8], [LOADERS, 1], [1, 0])
+    x = gl.arange(0, N, gl.SliceLayout(1, layout))
+    entries = batch.tensors.selected_keys + part.row_start.to(gl.int64) * SPEC.masks.selection.entries
+    j = positions(entries, part.tile, x, SPEC, SHAPE)
+    next_j = positions(entries, part.tile + 1, x, SPEC, SHAPE)
+    token = token_at(part.row_start, batch, SPEC, DIVISION)
+    live, block = blocks_of(j, token, batch, SPEC)
+    for t in range(part.count):
+        rows = batch.tensors.key_cache + block.to(gl.int64) * SIDE.n + (j % SPEC.B).to(gl.int64) * SIDE.b
+        now = live
+        loaded = ()
+        if SCALED:
+            loaded = load_numbers(rows, now)
+        j = next_j
+        next_j = positions(entries, part.tile + t + 2, x, SPEC, SHAPE)
+        live, block = blocks_of(j, token, batch, SPEC)
+        ring.wait_empty(shared.ring, at)
+        place = ring.stage_of(shared.ring, at)
+        if SCALED:
+            copy_columns(rotated_columns(rows), now, shared.rotated.index(place))
+        else:
+            copy_columns(rows + LATENT, now, shared.rotated.index(place))
+            copy_columns(rows, now, shared.latents.index(place))
+        async_copy.mbarrier_arrive(ring.full_of(shared.ring, at), increment_count=False)
+        if SCALED:
+            store_numbers(loaded, shared.latents.index(place))
+        shared.seen.index(place).store(now.to(gl.int8))
+        ring.fill(shared.ring, at)
+        if t == 0:  # the last unit's query rows may still be read
+            load_rows(args, part, n, shared, SPEC, SHAPE)
+        at += 1
+    return Counts(n + 1, at, counts.messages)
+
+
+@gluon.jit
+def copy_columns(rows, live, to):
+    """Begin to copy columns of keys ``[N]`` to shared memory, from these addresses on; zeros if not live."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [LOADERS, 1], [1, 0])
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, layout))
+    live = gl.convert_layout(live, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, to.shape[1], gl.SliceLayout(0, layout))
+    load_async(to, rows[:, None] + columns[None, :], mask=live[:, None])
+
+
+@gluon.jit
+def load_numbers(rows, live):
+    """Begin to load the numbers of rows with scales to registers. Returns them and the scales, by groups of columns."""
+    columns = gl.arange(0, GROUP, gl.SliceLayout(0, rows.type.layout.parent))
+    made: gl.tuple = ()
+    for g in gl.static_range(LATENT // GROUP):
+        numbers = gl.load(rows[:, None] + (g * GROUP + columns)[None, :], mask=live[:, None], other=0.0)
+        made += (numbers, gl.load(scales_of(rows) + g, mask=live, other=0.0))
+    return made
+
+
+@gluon.jit
+def store_numbers(loaded, to):
+    """Store what :func:`load_numbers` loaded, times the scales."""
+    for g in gl.static_range(LATENT // GROUP):
+        numbers = widen_fp8(loaded[2 * g]).to(gl.float32) * loaded[2 * g + 1][:, None]
+        to.slice(g * GROUP, GROUP, dim=1).store(numbers.to(to.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def load_rows(desc, part, n, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Begin to load the query rows of the program's n-th unit."""
+    CHUNKS: gl.constexpr = LATENT // 64
+    ring.wait_empty(shared.q_ring, n)
+    ring.expect(shared.q_ring, n, SHAPE.M * KEY_BYTES)
+    full, place, row = ring.full_of(shared.q_ring, n), ring.stage_of(shared.q_ring, n), roles.query_row(part, SPEC)
+    load_box(desc, [row, LATENT], full, shared.q_rotated.index(place))
+    for chunk in gl.static_range(CHUNKS):
+        load_box(desc, [row, chunk * 64], full, shared.q_chunks.index(place * CHUNKS + chunk))
+
+
+@gluon.jit
+def multiply_keys(part, counts, t, zero, shared, SHAPE: gl.constexpr):
+    """The scores of the keys of a part's t-th tile and its unit's query rows."""
+    at = counts.tiles + t
+    place, query = ring.stage_of(shared.ring, at), ring.stage_of(shared.q_ring, counts.units)
+    ring.wait_full(shared.ring, at)
+    fence_async_shared()  # the copies of keys are ordinary stores
+    rotated, latents = shared.rotated.index(place), shared.latents.index(place)
+    q_rotated, q_latents = shared.q_rotated.index(query), shared.q_latents.index(query)
+    if SHAPE.few:
+        qk = warpgroup_mma(rotated, q_rotated.permute((1, 0)), zero, use_acc=False, is_async=True)
+        qk = warpgroup_mma(latents, q_latents.permute((1, 0)), qk, is_async=True)
+    else:
+        qk = warpgroup_mma(q_rotated, rotated.permute((1, 0)), zero, use_acc=False, is_async=True)
+        qk = warpgroup_mma(q_latents, latents.permute((1, 0)), qk, is_async=True)
+    qk = warpgroup_mma_wait(0, deps=[qk])
+    if t == part.count - 1:
+        ring.release(shared.q_ring, counts.units)
+    return qk
+
+
+@gluon.jit
+def multiply_values(acc, p, at, shared, SHAPE: gl.constexpr):
+    """``acc`` with the values of the at-th tile, multiplied by the weights ``p``."""
+    latents = shared.latents.index(ring.stage_of(shared.ring, at))
+    if SHAPE.few:
+        shared.weights.permute((1, 0)).store(p.to(shared.weights.dtype))
+        fence_async_shared()
+        acc = warpgroup_mma(latents.permute((1, 0)), shared.weights.permute((1, 0)), acc, is_async=True)
+    else:
+        shared.weights.store(p.to(shared.weights.dtype))
+        fence_async_shared()
+        acc = warpgroup_mma(shared.weights, latents, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    ring.release(shared.ring, at)
+    return acc
+
+
+@gluon.jit
+def own_totals(p, SHAPE: gl.constexpr):
+    """The sums of the weights that a thread has of a row, so that they take few registers."""
+    if SHAPE.few:
+        return p
+    else:
+        return gl.sum(p.reshape([SHAPE.M, 2, SHAPE.N // 16, 8]), 2)
+
+
+@gluon.jit
+def add_totals(l, decay, p, SHAPE: gl.constexpr):
+    """``l * decay`` plus the totals of the weights p."""
+    if SHAPE.few:
+        return l * decay[None, :] + p
+    else:
+        layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, l.type.layout))
+        return l * gl.convert_layout(decay, layout)[:, None][:, :, None] + own_totals(p, SHAPE)
+
+
+@gluon.jit
+def attend_part(
+    part, counts, args, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """The result of a part and its lse: a tile of keys at a time."""
+    factor = args
+    M: gl.constexpr = SHAPE.M
+    N: gl.constexpr = SHAPE.N
+    AXIS: gl.constexpr = 0 if SHAPE.few else 1  # of the keys, and of the value columns
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1 + AXIS], [16, M if SHAPE.few else N // 2, 16])
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1 + AXIS], [16, M if SHAPE.few else LATENT // 2, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(AXIS, layout)
+    zero = gl.full([N, M] if SHAPE.few else [M, N], 0.0, gl.float32, layout)
+    acc = gl.full([LATENT, M] if SHAPE.few else [M, LATENT], 0.0, gl.float32, sums)
+    m = gl.full([M], float("-inf"), gl.float32, row_layout)
+    l = own_totals(zero, SHAPE)
+    ring.wait_full(shared.q_ring, counts.units)
+    for t in range(part.count):
+        at = counts.tiles + t
+        qk = multiply_keys(part, counts, t, zero, shared, SHAPE)
+        seen = shared.seen.index(ring.stage_of(shared.ring, at)).load(gl.SliceLayout(1 - AXIS, layout))
+        scores = gl.where(gl.expand_dims(seen != 0, 1 - AXIS), qk * factor, float("-inf"))
+        m_new = gl.maximum(m, gl.max(scores, AXIS))
+        shift = roles.finite(m_new)
+        p = gl.exp2(scores - gl.expand_dims(shift, AXIS))
+        decay = gl.exp2(m - shift)
+        m = m_new
+        l = add_totals(l, decay, p, SHAPE)
+        decay = gl.convert_layout(decay, gl.SliceLayout(AXIS, sums))
+        acc = multiply_values(acc * gl.expand_dims(decay, AXIS), p, at, shared, SHAPE)
+    if SHAPE.few:
+        l_ = gl.sum(l, 0)
+    else:
+        l_ = gl.convert_layout(gl.sum(gl.sum(l, 2), 1), row_layout)
+    to: gl.constexpr = gl.SliceLayout(AXIS, sums)
+    scale = gl.convert_layout(roles.normalizer(l_, 1.0), to)
+    lse2 = gl.convert_layout(roles.lse2_of(m, l_), to)
+    store_part(acc, scale, lse2, part, gl.arange(0, M, to), batch.tensors, SPEC, SHAPE)
+    return Counts(counts.units + 1, counts.tiles + part.count, counts.messages)
+
+
+@gluon.jit
+def store_part(acc, scale, lse2, part, r, tensors, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Store the result of a part, and its lse: of a whole list as the output, else for the merge."""
+    head = part.kh * SPEC.G + r
+    live = (r < SPEC.G) & (head < SPEC.heads)
+    if SHAPE.parts == 1:
+        row = part.row_start.to(gl.int64) * SPEC.heads + head
+        if SPEC.lse:
+            gl.store(tensors.lse + row, lse2 * LN2, mask=live)
+        roles.store_columns(tensors.out, row, live, (acc,), scale, 0, 1, SPEC)
+    else:
+        row = (part.program * 2 + (part.tile == part.first_tile).to(gl.int32)).to(gl.int64) * SHAPE.M + r
+        gl.store(tensors.part_lse + row, lse2, mask=live)
+        roles.store_columns(tensors.parts, row, live, (acc,), scale, 0, 1, SPEC)
+
+
+@gluon.jit(do_not_specialize=Numbers._fields)
+def selected_hopper_kernel(
+    tensors,  # Pointers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
+    q_desc, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
+    dtype: gl.constexpr = tensors.query.dtype.element_ty
+    M: gl.constexpr = SHAPE.M
+    N: gl.constexpr = SHAPE.N
+    R: gl.constexpr = LATENT
+    P: gl.constexpr = SPEC.rotated.size
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q_chunks = gl.allocate_shared_memory(dtype, [SHAPE.units * (R // 64), M, 64], layout)
+    q_latents = reinterpret(q_chunks, dtype, [SHAPE.units, M, R], layout)
+    q_rotated = gl.allocate_shared_memory(dtype, [SHAPE.units, M, P], layout)
+    q_ring = ring.ring_of(SHAPE.units, 1, 1)
+    latents = gl.allocate_shared_memory(dtype, [SHAPE.stages, N, R], layout)
+    rotated = gl.allocate_shared_memory(dtype, [SHAPE.stages, N, P], layout)
+    # A tile is full when the copies of each thread have arrived, and what is seen of it is known.
+    tiles = ring.ring_of(SHAPE.stages, LOADERS * 32 + 1, 1)
+    seen = gl.allocate_shared_memory(gl.int8, [SHAPE.stages, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    weights = gl.allocate_shared_memory(dtype, [M, N], layout)
+    shared = SelectedMemory(q_chunks, q_latents, q_rotated, q_ring, latents, rotated, tiles, seen, weights)
+    fence_async_shared()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    batch = Batch(tensors, numbers, None)
+    ATTEND: gl.constexpr = attend_part
+    LOAD: gl.constexpr = load_part
+    gl.warp_specialize(
+        [
+            (each_part, (ATTEND, numbers.scale * LOG2E, batch, shared, SPEC, DIVISION, SHAPE)),
+            (each_part, (LOAD, q_desc, batch, shared, SPEC, DIVISION, SHAPE)),
+        ],
+        [LOADERS],
+        SHAPE.registers,
+    )
