@@ -162,6 +162,7 @@ class Engine:
         return {
             "ms_per_step": statistics.fmean(times),
             "median_ms": statistics.median(times),
+            "p10_ms": sorted(times)[int(0.1 * len(times))],
             "p90_ms": sorted(times)[int(0.9 * len(times))],
             "steps": len(times),
             "tokens": [tokens[name] for name in names],
@@ -276,6 +277,8 @@ def spread_weights(model: Any) -> None:
 
     with torch.no_grad():
         for parameter in model.parameters():
+            if parameter.nbytes < parameter.untyped_storage().nbytes():
+                continue  # a part of another one, as layers with latents have
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
@@ -365,8 +368,8 @@ def measure(backend: str, args: argparse.Namespace) -> None:
             save()
         if args.profile and not args.cpu:
             record["kernels"] = {}
-            for case in ("64x1024", "64 ragged, 128 to 8192"):
-                record["kernels"][case] = engine.kernels([64, 64] if args.tiny else DECODE[case])
+            for case in args.cases or ("64x1024", "64 ragged, 128 to 8192"):
+                record["kernels"][case] = engine.kernels(cases[case])
                 save()
         log(f"{backend}: done after {time.monotonic() - started:.0f} s")
     except BaseException as error:
@@ -428,7 +431,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's name")
     parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")
     parser.add_argument("--cache", type=int, default=None, help="GiB of the cache on each GPU, instead of a share")
-    parser.add_argument("--profile", action="store_true", help="also list the kernels of a step")
+    parser.add_argument("--profile", action="store_true", help="also list the kernels of a step of these cases")
     parser.add_argument("--sharing", type=int, default=0, help="only cases whose requests share this number of tokens")
     parser.add_argument("--cascade", action="store_true", help="our backend looks for what requests share")
     parser.add_argument("--shape", default="llama-3-8b", choices=[name for name in SHAPES if name != "tiny"])

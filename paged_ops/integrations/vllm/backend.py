@@ -174,8 +174,8 @@ class CompilesAhead:
         T, S = min(7, most_tokens), min(3, most_sequences)
         nothing = torch.zeros(S + 1, dtype=torch.int32, device=kv_cache.device)
         attends = [functools.partial(call, T, nothing[:S, None], nothing[:S], nothing) for call in calls]
-        most = {"max_num_tokens": most_tokens, "max_num_seqs": most_sequences}
-        Ahead(attends, **most, equal_lengths=True).finish()
+        ahead = Ahead(attends, max_num_tokens=most_tokens, max_num_seqs=most_sequences, equal_lengths=True)
+        ahead.finish()
         self._warm = kv_cache
 
 
