@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import hashlib
 import itertools
 import json
 import os
@@ -33,57 +34,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-SHAPES = {
-    "llama-3-8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 16384,
-        "rope_theta": 500000.0,
-    },
-    "one-kv-head": {  # vLLM shards tokens only where a head of the cache would lie on several ranks
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 16384,
-        "rope_theta": 500000.0,
-    },
-    "deepseek-v2-lite": {  # its attention; all layers have one MLP, so that attention is not a small part of a step
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "vocab_size": 102400,
-        "hidden_size": 2048,
-        "intermediate_size": 10944,
-        "moe_intermediate_size": 1408,
-        "num_hidden_layers": 27,
-        "first_k_dense_replace": 27,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "max_position_embeddings": 16384,
-        "rope_theta": 10000.0,
-    },
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
-        "rope_theta": 10000.0,
-    },
-}
+from shapes_vllm import SHAPES
+
 # Environment variables of vLLM: the engine in this process, no network, its own sampler.
 SWITCHES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -123,12 +75,16 @@ class Engine:
         self.vocabulary = config["vocab_size"]
         if args.longest:
             config["max_position_embeddings"] = args.longest
-        folder = tempfile.mkdtemp()
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        config["num_hidden_layers"] = args.layers or config["num_hidden_layers"]
+        written = json.dumps(config)
+        # the same folder for the same shape: vLLM's cache of compiled graphs knows models by their path
+        folder = Path(tempfile.gettempdir(), f"engine_vllm_{hashlib.sha256(written.encode()).hexdigest()[:16]}")
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(written)
         sizes = [1, 2, 4, 8] if self.tiny else [1, 2, 4, 8, 16, 32, 64, 128, 256]
         on_cpu = args.cpu
         self.llm = LLM(
-            model=folder,
+            model=str(folder),
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="float32" if on_cpu else args.dtype,
@@ -146,7 +102,7 @@ class Engine:
             disable_log_stats=True,
             # Of other kernels than attention, and not without packages that FlashInfer's attention does not need.
             enable_flashinfer_autotune=False,
-            **({"additional_config": {"paged_ops_cascade": True}} if args.cascade else {}),
+            additional_config={"paged_ops_cascade": args.cascade, "paged_ops_symmetric_memory": not args.collectives},
             **({} if args.block_size is None else {"block_size": args.block_size}),
             **(
                 {"kv_cache_memory_bytes": 128 << 20, "enforce_eager": True}
@@ -206,6 +162,7 @@ class Engine:
         return {
             "ms_per_step": statistics.fmean(times),
             "median_ms": statistics.median(times),
+            "p10_ms": sorted(times)[int(0.1 * len(times))],
             "p90_ms": sorted(times)[int(0.9 * len(times))],
             "steps": len(times),
             "tokens": [tokens[name] for name in names],
@@ -279,6 +236,26 @@ class Engine:
         return [{"kernel": key[:120], "ms_per_step": ms} for key, ms in rows[:16] if ms > 0]
 
 
+class Gate:
+    """A file where engines that start side by side wait for each other. Then one measures at a time."""
+
+    def __init__(self, path: str, engines: int) -> None:
+        self._file, self._engines, self._is_there = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), engines, False
+
+    def arrive(self) -> None:
+        """Once for each engine, also one that fails: the size of the file is their number."""
+        if not self._is_there:
+            os.write(self._file, b"x")
+            self._is_there = True
+
+    def pass_through(self, latest: float) -> None:
+        """Until all have arrived, or this time; then until this engine's turn, which ends with its process."""
+        self.arrive()
+        while os.fstat(self._file).st_size < self._engines and time.monotonic() < latest:
+            time.sleep(0.2)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+
 def count_compilations() -> list[str]:
     """The names of Triton's kernels that are compiled from now on, or fetched from its cache on disk, as they come."""
     from triton import knobs
@@ -300,6 +277,8 @@ def spread_weights(model: Any) -> None:
 
     with torch.no_grad():
         for parameter in model.parameters():
+            if parameter.nbytes < parameter.untyped_storage().nbytes():
+                continue  # a part of another one, as layers with latents have
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
@@ -318,6 +297,7 @@ def measure(backend: str, args: argparse.Namespace) -> None:
 
     save()
     started = time.monotonic()
+    gate = Gate(args.gate, args.engines) if args.gate else None
     try:
         import torch
         import vllm
@@ -335,9 +315,8 @@ def measure(backend: str, args: argparse.Namespace) -> None:
             name = backend
         engine = Engine(name, "tiny" if args.tiny else args.shape, args)
         record["start_seconds"] = time.monotonic() - started
-        if args.gate:
-            # never closed: the lock is released when the process ends
-            fcntl.flock(os.open(args.gate, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
+        if gate is not None:
+            gate.pass_through(started + 0.6 * args.seconds)
         config = engine.engine.vllm_config
         record["block_size"] = config.cache_config.block_size
         record["dtype"] = str(config.model_config.dtype)
@@ -389,11 +368,13 @@ def measure(backend: str, args: argparse.Namespace) -> None:
             save()
         if args.profile and not args.cpu:
             record["kernels"] = {}
-            for case in ("64x1024", "64 ragged, 128 to 8192"):
-                record["kernels"][case] = engine.kernels([64, 64] if args.tiny else DECODE[case])
+            for case in args.cases or ("64x1024", "64 ragged, 128 to 8192"):
+                record["kernels"][case] = engine.kernels(cases[case])
                 save()
         log(f"{backend}: done after {time.monotonic() - started:.0f} s")
-    except Exception as error:
+    except BaseException as error:
+        if gate is not None:
+            gate.arrive()
         record["error"] = f"{type(error).__name__}: {error}"[:2000]
         save()
         raise
@@ -450,16 +431,19 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's name")
     parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")
     parser.add_argument("--cache", type=int, default=None, help="GiB of the cache on each GPU, instead of a share")
-    parser.add_argument("--profile", action="store_true", help="also list the kernels of a step")
+    parser.add_argument("--profile", action="store_true", help="also list the kernels of a step of these cases")
     parser.add_argument("--sharing", type=int, default=0, help="only cases whose requests share this number of tokens")
     parser.add_argument("--cascade", action="store_true", help="our backend looks for what requests share")
     parser.add_argument("--shape", default="llama-3-8b", choices=[name for name in SHAPES if name != "tiny"])
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs")
     parser.add_argument("--context-parallel", type=int, default=1, help="vLLM's decode_context_parallel_size")
+    parser.add_argument("--collectives", action="store_true", help="our backend uses no symmetric memory there")
     parser.add_argument(
         "--longest", type=int, default=None, help="max_model_len; adds cases of 65536 and 131072 tokens"
     )
-    parser.add_argument("--gate", default=None, help="a file to lock before measuring: engines then start side by side")
+    parser.add_argument("--layers", type=int, default=None, help="the number of layers, instead of the shape's")
+    parser.add_argument("--gate", default=None, help="a new file: engines of several processes start side by side")
+    parser.add_argument("--engines", type=int, default=1, help="the number of engines at the gate")
     parser.add_argument("--bits", action="store_true", help="also compare requests alone with those in a batch")
     parser.add_argument("--batch-invariant", action="store_true", help="VLLM_BATCH_INVARIANT=1; implies --bits")
     parser.add_argument("--tiny", action="store_true")

@@ -233,9 +233,9 @@ class DecodeGraphs(NotCopied):
 
     def _compile_ahead(self) -> Ahead:
         captured = [(key.num_tokens, key.num_reqs) for key in self.plan()]
-        limits = {"max_num_tokens": self._max_num_tokens + 1, "max_num_seqs": self._max_num_seqs}
         trials = self._trials() if runs_kernels(self.kv_cache.device) else []
-        return Ahead(trials, sizes=captured, **limits)
+        most = self._max_num_tokens + 1
+        return Ahead(trials, sizes=captured, max_num_tokens=most, max_num_seqs=self._max_num_seqs)
 
     def _trials(self) -> Sequence[Callable[[], None]]:
         """Runs of the step that together call each op as later steps do: decodes, few and many rows, the first and the

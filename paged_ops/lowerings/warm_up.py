@@ -81,7 +81,11 @@ def _eagerly(call: Callable[[], Any]) -> Callable[[], Any]:
 
 class Ahead:
     """Kernels that are being compiled; :meth:`finish` waits and loads them. Arguments as of :func:`warm_up`, but calls
-    run as they are, also inside of compiled code."""
+    run as they are, also inside of compiled code.
+
+    ``equal_lengths``: with ``max_num_tokens``, also for batches whose sequences have the same number of tokens, above
+    one.
+    """
 
     @torch.no_grad()
     def __init__(
@@ -91,6 +95,7 @@ class Ahead:
         sizes: Iterable[tuple[int, int]] = (),
         max_num_tokens: int | None = None,
         max_num_seqs: int | None = None,
+        equal_lengths: bool = False,
     ) -> None:
         expect(
             (max_num_tokens is None) == (max_num_seqs is None),
@@ -114,7 +119,7 @@ class Ahead:
         compiler = precompile.compiler() if precompile.can_precompile() else None
         before = 0 if compiler is None else len(compiler.states)
         for largest in most:
-            batches = covering_batches(*largest, equal_lengths=False)
+            batches = covering_batches(*largest, equal_lengths=equal_lengths)
             wanted += [(T, S) for T, S in batches if T >= S]
         for call in calls:
             with precompile.noting(wanted) as notes:

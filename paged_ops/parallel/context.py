@@ -153,17 +153,17 @@ def attend_with_gathered_heads(
     value: Tensor,
     kv_cache: Tensor,
     block_tables: Tensor,
-    history_lens: Tensor,
+    lens: Tensor | None,
     query_start_loc: Tensor,
     max_query_len: int,
     scale: float,
     exchange: Exchange,
     *,
-    lens: Tensor | None = None,
     value_cache: Tensor | None = None,
     causal: bool = True,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    out: Tensor | None = None,
     **cache: Any,
 ) -> Tensor:
     """Attention ``[T, H, Dv]`` of this rank's query heads, where ranks of tensor parallelism shard one head's tokens.
@@ -173,13 +173,14 @@ def attend_with_gathered_heads(
 
     Args:
         query: ``[T, H, D]``, this rank's heads.
-        history_lens: int32 ``[S]``, the number of tokens before the step that this rank holds, by any sharding rule.
+        lens: int32 ``[S]``, the number of tokens that this rank holds, by any sharding rule: with the step's own, which
+            are in the cache, if ``max_query_len`` is 1; else before the step. None if no sequence has tokens before the
+            step: nothing is exchanged then.
         max_query_len: the most tokens of a sequence in this step.
         exchange: merges the ranks' parts.
-        lens: int32 ``[S]``, ``history_lens`` with the step's own tokens, if these are in the cache and no sequence has
-            more than one. Then a rank reads its own from there, unless there are sinks.
         causal: whether the step's own tokens are masked causally.
         sinks: float32 ``[H]``, this rank's heads.
+        out: the result is written here.
 
     Raises:
         ValueError: more than one key/value head; engines shard heads before they shard tokens.
@@ -187,20 +188,24 @@ def attend_with_gathered_heads(
     refuse(cache)
     expect(key.shape[1] == 1, "key", "one key/value head per rank, in [T, K, D]", key)
     H, group = query.shape[1], exchange.group
-    every = group.all_gather(query.contiguous()).transpose(0, 1).flatten(1, 2)  # [T, W·H, D]
     options: dict[str, Any] = {"value_cache": value_cache, "soft_cap": soft_cap, **cache}
-    in_cache = lens is not None and sinks is None
-    batch = block_tables, lens if in_cache else history_lens, query_start_loc
-    part, lse = _with_lse(every, kv_cache, *batch, scale, causal=False, **options)
-    if in_cache:
-        return exchange.of_own_heads(part, lse)[0]
-    rows = torch.arange(max_query_len, dtype=torch.int32, device=query.device)
-    heads = slice(group.rank * H, (group.rank + 1) * H)
-    mine = part[:, heads], lse[:, heads], query
-    pages, stored = own_pages(key, value, slice(0, 1), kv_cache.dtype, cache)
-    stored |= {"causal": causal, "soft_cap": soft_cap, "sinks": sinks}
-    add_own_tokens(*mine, pages, query_start_loc[:-1, None] + rows, query_start_loc, scale, **stored)
-    return exchange.of_own_heads(part, lse)[0]
+    if lens is not None:
+        every = exchange.gather_heads(query)
+        part, lse = _with_lse(every, kv_cache, block_tables, lens, query_start_loc, scale, causal=False, **options)
+    if lens is None or max_query_len > 1:
+        pages, stored = own_pages(key, value, slice(0, 1), kv_cache.dtype, cache)
+        stored |= {"causal": causal, "soft_cap": soft_cap}
+        tables = query_start_loc[:-1, None] + torch.arange(max_query_len, dtype=torch.int32, device=query.device)
+        if lens is None:
+            batch = tables, query_start_loc.diff(), query_start_loc
+            own = torch.ops.paged_ops.paged_attention(query, pages, *batch, scale, sinks=sinks, **stored)
+            return own if out is None else out.copy_(own)
+        heads = slice(group.rank * H, (group.rank + 1) * H)
+        mine = part[:, heads], lse[:, heads], query
+        add_own_tokens(*mine, pages, tables, query_start_loc, scale, **stored)
+    merged, total = exchange.of_own_heads(part, lse, out)
+    # a sink is one more key, without a value: exp(lse) / (exp(lse) + exp(sink))
+    return merged if sinks is None else merged.mul_(torch.sigmoid(total - sinks)[..., None])
 
 
 def add_own_tokens(

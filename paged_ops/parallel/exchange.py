@@ -73,8 +73,10 @@ class Exchange:
         how: "symmetric memory", or "collectives" and why.
     """
 
-    def __init__(self, group: Group, places: Any = None, why: str = "", workspace: Any = None) -> None:
-        self.group, self._places = group, places
+    def __init__(
+        self, group: Group, places: Any = None, why: str = "", workspace: Any = None, reducer: Any = None
+    ) -> None:
+        self.group, self._places, self._reducer = group, places, reducer
         self._workspace = workspace  # alive as long as this object, so that it is aborted with its group
         self.how = "symmetric memory" if places is not None else f"collectives ({why})" if why else "collectives"
 
@@ -96,29 +98,40 @@ class Exchange:
         every = self.group.all_gather(mine).view(W * rows, H, n)[:T].contiguous()
         return _unpacked(every, part.dtype)
 
-    def of_own_heads(self, part: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def gather_heads(self, mine: Tensor) -> Tensor:
+        """The ranks' ``[T, H, D]`` as ``[T, W·H, D]``, in the order of ranks."""
+        (T, H, D), known = mine.shape, self._reducer
+        if known is not None and T <= known.max_rows and H * D == known.columns and mine.dtype == known.dtype:
+            every: Tensor = known.gather(mine.flatten(1)).view(T, -1, D)
+            return every
+        return self.group.all_gather(mine.contiguous()).transpose(0, 1).flatten(1, 2)
+
+    def of_own_heads(self, part: Tensor, lse: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Merged ``[T, H, Dv]`` and ``[T, H]`` from parts ``[T, W·H, Dv]`` and ``[T, W·H]``.
 
-        Rank r gets heads ``r * H`` to ``(r + 1) * H``.
+        Rank r gets heads ``r * H`` to ``(r + 1) * H``. Given ``out``, contiguous, the first result is written there.
         """
         W = self.group.size
         expect(part.shape[1] % W == 0, "part", f"a multiple of {W} ranks as the number of heads in [T, W·H, Dv]", part)
         T, H = part.shape[0], part.shape[1] // W
+        if W > 1 and self._serves(part, T, H):
+            return self._by_memory(part, lse, H, out)
         if W == 1:
-            return part.clone(), lse.clone()
-        if self._serves(part, T, H):
-            return self._by_memory(part, lse, H)
-        packed = _packed(part, lse)
-        by_rank = packed.view(T, W, H, -1).transpose(0, 1).contiguous()
-        return merged(self.group.all_to_all(by_rank), part.dtype)
+            mine, total = part.clone(), lse.clone()
+        else:
+            by_rank = _packed(part, lse).view(T, W, H, -1).transpose(0, 1).contiguous()
+            mine, total = merged(self.group.all_to_all(by_rank), part.dtype)
+        return (mine if out is None else out.copy_(mine)), total
 
     def _serves(self, part: Tensor, T: int, H: int) -> bool:
         return self._places is not None and self._places.serve(T * H, part.shape[2], part.dtype)
 
-    def _by_memory(self, part: Tensor, lse: Tensor, H: int) -> tuple[Tensor, Tensor]:
+    def _by_memory(self, part: Tensor, lse: Tensor, H: int, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         from paged_ops.lowerings.gpu.merge_ranks import exchange
 
-        out, total = part.new_empty(part.shape[0], H, part.shape[2]), lse.new_empty(part.shape[0], H)
+        total = lse.new_empty(part.shape[0], H)
+        if out is None:
+            out = part.new_empty(part.shape[0], H, part.shape[2])
         exchange(part.contiguous(), lse.contiguous(), out, total, self._places)
         return out, total
 
@@ -131,6 +144,7 @@ def prepare(
     head_size: int,
     dtype: torch.dtype,
     collectives: bool = False,
+    gathered_heads: int = 0,
 ) -> Exchange:
     """An exchange for parts on this device; all ranks of the group prepare it together.
 
@@ -141,6 +155,7 @@ def prepare(
         head_size: the largest value head size.
         dtype: dtype of the parts.
         collectives: do not use symmetric memory.
+        gathered_heads: the number of each rank's query heads, for :meth:`Exchange.gather_heads`.
     """
     ranks = ProcessGroup(group)
     if ranks.size == 1 or collectives:
@@ -149,12 +164,17 @@ def prepare(
         return Exchange(ranks, why=f"no symmetric memory on {device}")
     from paged_ops.lowerings.gpu import merge_ranks
     from paged_ops.parallel import symmetric
+    from paged_ops.parallel.all_reduce import prepare_all_reduce
 
-    head_size += head_size % 2
-    found = symmetric.allocate(group, device, merge_ranks.num_bytes(ranks.size, rows, head_size, dtype))
+    width = head_size + head_size % 2
+    found = symmetric.allocate(group, device, merge_ranks.num_bytes(ranks.size, rows, width, dtype))
     if isinstance(found, str):
         return Exchange(ranks, why=found)
-    return Exchange(ranks, merge_ranks.places(found, rows, head_size, dtype), workspace=found)
+    reducer = None
+    if gathered_heads:
+        columns = gathered_heads * head_size
+        reducer = prepare_all_reduce(group, columns, dtype, device, max_rows=rows // gathered_heads)
+    return Exchange(ranks, merge_ranks.places(found, rows, width, dtype), workspace=found, reducer=reducer)
 
 
 def merged(gathered: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -174,7 +174,6 @@ def test_the_kernels_of_all_batches_are_few(on_cuda, tokens, sequences, most):
 @pytest.mark.parametrize(("tokens", "sequences"), [(8192, 256), (2048, 1024), (512, 8)])
 def test_no_batch_invariant_call_waits_for_a_compiler_after_warm_up(on_cuda, tokens, sequences, heads, masks):
     """Of any tokens and sequences, also of equal lengths, such as a short prompt alone."""
-
     H, K = heads
     query, kv_cache = torch.empty(tokens, H, 128, dtype=torch.bfloat16), torch.empty(64, 2, 16, K, 128).bfloat16()
     tables, starts = (torch.zeros(sequences + 1, *more, dtype=torch.int32) for more in ((32,), ()))
@@ -194,6 +193,18 @@ def test_no_batch_invariant_call_waits_for_a_compiler_after_warm_up(on_cuda, tok
         with precompile.noting() as of_call:
             attend(min(T, tokens), S)
         assert {*of_call} <= kinds, (T, S, [job.name for job in {*of_call} - kinds])
+
+
+@pytest.mark.parametrize(("T", "S"), [(64, 4), (16, 1), (5, 1), (32, 2)])
+def test_short_prompts_of_equal_lengths_are_compiled_ahead_if_asked_for(on_cuda, monkeypatch, T, S):
+    monkeypatch.setattr(warm_up, "has_gpu", lambda: True)
+    monkeypatch.setattr(precompile, "can_precompile", lambda: False)
+    most = {"max_num_tokens": 8192, "max_num_seqs": 256}
+    with precompile.noting() as of_the_step:
+        call(T, S)
+    assert len(of_the_step) > 1
+    assert not of_the_step.keys() <= warm_up.Ahead([call], **most)._loads.keys()
+    assert of_the_step.keys() <= warm_up.Ahead([call], **most, equal_lengths=True)._loads.keys()
 
 
 def test_noting_ends_with_an_error(on_cuda):

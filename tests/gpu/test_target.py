@@ -452,6 +452,17 @@ def test_no_batch_waits_for_a_compiler_after_the_covering_ones(variants, where, 
         assert variants == covered, (T, S, variants - covered)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_ds_mla"])
+def test_one_kernel_gathers_by_block_tables_of_any_width(variants, kv_cache_dtype):
+    rows = kv_cache_dtype == "fp8_ds_mla"
+    kv_cache = on(H200, 64, 16, 656, dtype=torch.uint8) if rows else on(H200, 64, 16, 576)
+    lens = on(H200, 3, dtype=torch.int32)
+    for columns in (1, 2, 16, 1000, 1024):
+        tables = on(H200, 3, columns, dtype=torch.int32)
+        gpu.gather_kv(kv_cache, tables, lens, 40, kv_cache_dtype=kv_cache_dtype, dtype=torch.bfloat16)
+    assert len(variants) == 1
+
+
 @pytest.mark.parametrize("where", [A100, H200], ids=["a100", "h200"])
 def test_half_of_the_kernels_serve_decodes_and_unequal_prompts(variants, where):
     most = 8192, 256

@@ -15,7 +15,8 @@ from paged_ops.integrations.transformers import PagedCausalLM
 from paged_ops.integrations.transformers.projections import fuse_projections
 from paged_ops.layouts import split_joined_cache
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
-from paged_ops.parallel.context import Context, attend
+from paged_ops.parallel.context import Context, attend, attend_with_gathered_heads
+from paged_ops.parallel.exchange import prepare
 from paged_ops.testing.compare import assert_close
 from tests.generation.toy import EMBED, GREEDY, POSITION, PROMPTS, TO_KEY, TO_LOGITS, TO_VALUE, B, D, H, K
 from tests.parallel.loop_cases import LIMIT, stats_of
@@ -268,6 +269,53 @@ def replays(rank: int, size: int) -> int:
         truth = (parts.double() * torch.softmax(lses.double(), 0)[..., None]).sum(0)
         for at in (0, len(results) - 1):
             wrong += not torch.allclose(results[at].cpu().double(), truth + at, atol=1e-4)
+    return wrong
+
+
+def decodes_with_gathered_heads(rank: int, size: int, device_type: str) -> int:
+    """Decodes of several layers, each rank with query heads of its own, captured on GPUs and replayed with other
+    lengths: how many results differ from attention over the whole cache in float64."""
+    device = torch.device(device_type, rank if device_type == "cuda" else None)
+    heads, head_size, block, M, layers = 3, 64, 8, 9, 3
+    wide = {"head_size": head_size, "dtype": torch.float32, "gathered_heads": heads}
+    exchange = prepare(dist.group.WORLD, device, rows=12 * heads, **wide)
+    if device_type == "cuda":
+        assert exchange.how == "symmetric memory"
+        assert exchange._reducer.kind == "symmetric"
+    own = slice(rank * heads, (rank + 1) * heads)
+    generator, wrong, steps = torch.Generator().manual_seed(0), 0, []
+    for S in (1, 5, 20):  # of 20 sequences there is no room in symmetric memory
+        queries = torch.randn(layers, S, size * heads, head_size, generator=generator)
+        both = torch.randn(2, S, size * block * M, 1, head_size, generator=generator)
+        key_cache, value_cache = both[:, :, rank::size].reshape(2, S * M, block, 1, head_size).to(device)
+        query, nothing = queries[:, :, own].to(device), both.new_full((S, 1, head_size), torch.nan).to(device)
+        tables = torch.arange(S * M, dtype=torch.int32).view(S, M).to(device)
+        starts = torch.arange(S + 1, dtype=torch.int32).to(device)
+        lens, out = torch.zeros(S, dtype=torch.int32, device=device), query.new_full(query.shape, torch.nan)
+        batch = nothing, nothing, key_cache, tables, lens, starts, 1, head_size**-0.5, exchange
+
+        def step(query=query, batch=batch, value_cache=value_cache, out=out) -> None:
+            for rows, results in zip(query, out, strict=True):
+                attend_with_gathered_heads(rows, *batch, value_cache=value_cache, out=results)
+
+        if device_type == "cuda":
+            step()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                step()
+            step = graph.replay
+        read = query, value_cache, batch  # graphs hold addresses only
+        steps.append((step, S, queries, both.double(), lens, out, read))
+    for n in range(12):
+        step, S, queries, (keys, values), lens, out, _ = steps[n % 3]
+        whole = [(n * 31 + s * 17) % (size * block * M) + 1 for s in range(S)]
+        lens.copy_(torch.tensor([len(range(rank, each, size)) for each in whole]))
+        step()
+        for s, each in enumerate(whole):
+            scores = queries[:, s].double() @ keys[s, :each, 0].T * head_size**-0.5
+            truth = torch.softmax(scores, -1) @ values[s, :each, 0]
+            wrong += not torch.allclose(out[:, s].cpu().double(), truth[:, own], atol=1e-4)
     return wrong
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
+import threading
+import time
 from typing import Any
 
 import torch
@@ -112,6 +115,38 @@ def fails_while_wrapped(rank: int, size: int, folder: str) -> Any:
         PagedCausalLM(model)
     except Exception as error:
         return type(error).__name__, str(error), attention._attn_implementation
+    return None
+
+
+def killed(rank: int, size: int, folder: str, limit: float, after: float) -> Any:
+    """The last rank is killed in the middle of a captured loop whose steps overlap: what the others raise, and how many
+    seconds later; what a second call raises; the steps until then."""
+    paged, died = PagedCausalLM(load(make("llama", folder, rank), size)), os.path.join(folder, "died")
+    sizes = dict(max_num_seqs=4, max_num_tokens=24, graph_mode="FULL_DECODE_ONLY", rank_time_limit=limit)
+    loop = GenerationLoop(paged, paged.allocate_kv_cache(4096, 4), overlap=True, **sizes)
+    endless = SamplingParams(max_new_tokens=4000, stop_token_ids=())
+    loop.warm_up()
+    loop.generate(TEXTS[:1], GREEDY)
+
+    def kill() -> None:
+        with open(died, "w") as file:
+            file.write(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    dist.barrier()
+    if rank == size - 1:
+        threading.Timer(after, kill).start()
+    steps = loop.stats.steps
+    try:
+        loop.generate([text[:1] for text in TEXTS[:3]], endless)
+    except Exception as error:
+        with open(died) as file:
+            seconds = time.time() - float(file.read())
+        told, steps = f"{type(error).__name__}: {error}", loop.stats.steps - steps
+        try:
+            loop.generate(TEXTS[:1], GREEDY)
+        except Exception as second:
+            return told, seconds, f"{type(second).__name__}: {second}", steps
     return None
 
 

@@ -111,11 +111,16 @@ def test_beside_tensor_parallelism(run_on, folder, name):
     check(run_on("context_cases.serves", 4, 60, name=name, folder=folder, tensor_parallel=2), [2], 1)
 
 
+def test_decodes_of_ranks_with_query_heads_of_their_own(run_on):
+    assert run_on("context_cases.decodes_with_gathered_heads", 2, 60, device_type="cpu") == [0, 0]
+
+
 @pytest.mark.gpu
 def test_captured_on_gpus(run_on, folder):
     if torch.cuda.device_count() < 2:
         pytest.skip("wants two GPUs")
     assert run_on("context_cases.replays", 2, 90) == [0, 0]
+    assert run_on("context_cases.decodes_with_gathered_heads", 2, 90, device_type="cuda") == [0, 0]
     check(run_on("context_cases.serves", 2, 90, name="llama", folder=folder, how="captured"), [2], 2)
 
 

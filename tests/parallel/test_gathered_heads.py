@@ -40,11 +40,13 @@ class Meeting:
 
 
 @pytest.mark.parametrize("features", [{}, {"soft_cap": 3.0}, {"sinks": True}, {"causal": False}], ids=str)
-@pytest.mark.parametrize("QUERY_LENS", [[1, 1, 5, 3, 0], [1, 1, 1, 1, 0]], ids=["mixed", "decode"])
+@pytest.mark.parametrize(
+    "QUERY_LENS", [[1, 1, 5, 3, 0], [1, 1, 1, 1, 0], SEQ_LENS], ids=["mixed", "decode", "whole prompts"]
+)
 def test_each_rank_has_what_the_whole_cache_gives(features, QUERY_LENS):
-    """In a decode the new tokens are in the cache, and nowhere else unless there are sinks."""
+    """In a decode the new tokens are in the cache, and nowhere else; whole prompts are not in the cache."""
     torch.manual_seed(0)
-    is_decode = max(QUERY_LENS) == 1
+    is_decode, is_whole = max(QUERY_LENS) == 1, QUERY_LENS is SEQ_LENS
     T, S = sum(QUERY_LENS), len(SEQ_LENS)
     query = torch.randn(T + 2, W * H, D)  # two rows of padding
     keys, values = ([torch.randn(n, K, D) for n in SEQ_LENS] for _ in range(2))
@@ -65,34 +67,34 @@ def test_each_rank_has_what_the_whole_cache_gives(features, QUERY_LENS):
 
     new = [torch.cat([x[n - q :] for x, q, n in zip(xs, QUERY_LENS, SEQ_LENS, strict=True)]) for xs in (keys, values)]
     new = [torch.cat([x, torch.full((2, K, D), torch.nan)]) for x in new]
-    if is_decode and sinks is None:
+    if is_decode:
         new = [torch.full_like(x, torch.nan) for x in new]
-    results, meeting = [None] * W, Meeting()
+    results, outs, meeting = [None] * W, [None] * W, Meeting()
 
     def run(rank):
         """Token j of a sequence is at rank j % W."""
         caches = [torch.full((40, B, K, D), torch.nan) for _ in range(2)]
-        history, held = [], []
+        held = []
         for s, (q, n) in enumerate(zip(QUERY_LENS, SEQ_LENS, strict=True)):
-            history.append(sum(j % W == rank for j in range(n - q)))
             mine = [j for j in range(n if is_decode else n - q) if j % W == rank]
             held.append(len(mine))
             for place, j in enumerate(mine):
                 for cache, states in zip(caches, (keys, values), strict=True):
                     cache[int(tables[s, place // B]), place % B] = states[s][j]
         heads = slice(rank * H, (rank + 1) * H)
+        outs[rank] = torch.full((T + 2, H, D), torch.nan) if rank else None
         results[rank] = attend_with_gathered_heads(
             query[:, heads],
             *new,
             caches[0],
             tables,
-            torch.tensor(history, dtype=torch.int32),
+            None if is_whole else torch.tensor(held, dtype=torch.int32),
             starts,
             max(QUERY_LENS),
             D**-0.5,
             Exchange(Rank(rank, meeting)),
-            lens=torch.tensor(held, dtype=torch.int32) if is_decode else None,
             value_cache=caches[1],
+            out=outs[rank],
             **{**options, "sinks": None if sinks is None else sinks[heads]},
         )
 
@@ -102,6 +104,7 @@ def test_each_rank_has_what_the_whole_cache_gives(features, QUERY_LENS):
     for thread in threads:
         thread.join()
     for rank, result in enumerate(results):
+        assert outs[rank] is None or result is outs[rank]
         wanted = expected(slice(rank * H, (rank + 1) * H))
         torch.testing.assert_close(result[:T], wanted[:T], atol=1e-5, rtol=1e-5)
         assert not result[T:].isnan().any()

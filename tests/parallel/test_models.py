@@ -77,6 +77,21 @@ def test_captured_tokens_equal_those_of_one_process(run_on, folder, how):
     check(run_on("model_cases.serves", 2, 150, name="llama", folder=folder, how=(how,)), 1, 6)
 
 
+@pytest.mark.gpu
+def test_a_rank_that_is_killed_while_steps_overlap_is_named(run_on, folder):
+    """The survivor's device waits for it in a kernel, its host in a rendezvous."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("wants two GPUs")
+    result, died = run_on("model_cases.killed", 2, 90, folder=folder, limit=5.0, after=1.0)
+    assert died.code == -9
+    told, seconds, again, steps = result
+    print(f"after {steps} steps, {seconds:.2f} s after the kill: {told}; then: {again}")
+    assert "RankError: rank 1 of 2 is" in told
+    assert "cannot continue" in again
+    assert steps > 3
+    assert seconds < 15
+
+
 def test_heads_that_cannot_be_spread_are_refused(run_on, folder):
     for told in run_on("model_cases.refuses", 2, 60, folder=folder):
         assert "query heads in a multiple of the 2 ranks, and key/value heads" in told

@@ -34,6 +34,7 @@ from paged_ops.integrations.vllm.metadata import PagedOpsMetadata, PagedOpsMetad
 from paged_ops.lowerings.warm_up import Ahead, prepare
 from paged_ops.ops import reshape_and_cache
 from paged_ops.parallel.context import attend_with_gathered_heads
+from paged_ops.parallel.exchange import Exchange
 from paged_ops.support import supports
 
 MODEL_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -142,11 +143,9 @@ class CompilesAhead:
     """For the attention of a layer: its kernels are compiled before the engine takes requests.
 
     The engine runs the model with its cache before that. The attention calls :meth:`compile_ahead` then, so no request
-    waits for a compiler; Triton caches the kernels for later starts. Kernels for requests of equal lengths are skipped:
-    only drafts need them, in graphs that are captured before requests arrive.
+    waits for a compiler; Triton caches the kernels for later starts. All ranks do so in the same step.
     """
 
-    dcp_world_size: int
     _warm: Tensor | None = None  # the cache that kernels were compiled for
 
     def prepare(self) -> None:
@@ -157,8 +156,7 @@ class CompilesAhead:
 
     def can_warm_up(self, query: Tensor, kv_cache: Tensor) -> bool:
         """Whether this is a GPU with a cache, outside of a capture, and the stride of rows is known."""
-        is_ready = self._largest_batch is not None and query.is_cuda and kv_cache.numel() and query.shape[0] > 1
-        if not is_ready or self.dcp_world_size > 1:
+        if self._largest_batch is None or not query.is_cuda or not kv_cache.numel() or query.shape[0] == 1:
             return False
         from paged_ops.lowerings.gpu.target import capturing
 
@@ -176,7 +174,8 @@ class CompilesAhead:
         T, S = min(7, most_tokens), min(3, most_sequences)
         nothing = torch.zeros(S + 1, dtype=torch.int32, device=kv_cache.device)
         attends = [functools.partial(call, T, nothing[:S, None], nothing[:S], nothing) for call in calls]
-        Ahead(attends, max_num_tokens=most_tokens, max_num_seqs=most_sequences).finish()
+        ahead = Ahead(attends, max_num_tokens=most_tokens, max_num_seqs=most_sequences, equal_lengths=True)
+        ahead.finish()
         self._warm = kv_cache
 
 
@@ -270,8 +269,10 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata], CompilesAhead):
         """
         if output_block_scale is not None:
             raise NotImplementedError("output_block_scale: expected none, because output has one scale, got a tensor")
-        if kv_cache is not self._warm and self.can_warm_up(query, kv_cache):
-            self.warm_up(layer, query, kv_cache, output, output_scale)
+        exchange = None if attn_metadata is None else attn_metadata.exchange
+        is_known = self.dcp_world_size == 1 or exchange is not None
+        if kv_cache is not self._warm and is_known and self.can_warm_up(query, kv_cache):
+            self.warm_up(layer, query, key, value, kv_cache, output, output_scale, exchange)
         if attn_metadata is None:
             return output.fill_(0)
         self._attend(layer, query, key, value, kv_cache, attn_metadata, output, output_scale)
@@ -293,19 +294,18 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata], CompilesAhead):
         key_cache, value_cache = self._views(kv_cache)
         k_scale, v_scale = self._scales(layer)
         scale_of_output = None if output_scale is None else output_scale.reshape(1)
-        if attn_metadata.history_lens is not None:
-            merged = attend_with_gathered_heads(
+        if attn_metadata.exchange is not None:
+            attend_with_gathered_heads(
                 rows,
                 key[:T],
                 value[:T],
                 key_cache,
                 attn_metadata.block_table,
-                attn_metadata.history_lens,
+                attn_metadata.lens,
                 attn_metadata.query_start_loc,
                 attn_metadata.max_query_len,
                 self.scale,
-                vllm_plugin.context_exchange(),
-                lens=attn_metadata.lens,
+                attn_metadata.exchange,
                 value_cache=value_cache,
                 causal=attn_metadata.causal,
                 sinks=self._sinks,
@@ -313,8 +313,8 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata], CompilesAhead):
                 k_scale=k_scale,
                 v_scale=v_scale,
                 kv_cache_dtype=self._stored_as,
+                out=out,
             )
-            out.copy_(merged)
             return
         # A group may have layers with and without a window; all have full block tables.
         ranges = attn_metadata.mm_prefix_range_tensor
@@ -383,18 +383,32 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata], CompilesAhead):
         return torch.cat([ranges, requests], dim=1)
 
     def warm_up(
-        self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor, output_scale: Tensor | None = None
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
-        """Compile the kernels of the engine's steps: see :class:`CompilesAhead`."""
+        """Compile the kernels of the engine's steps: see :class:`CompilesAhead`. With an ``exchange``, decodes, whole
+        prompts and other steps have kernels of their own."""
 
-        def attend(T: int, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> None:
-            rows = query.new_empty_strided((T, *query.shape[1:]), query.stride())
-            out = output.new_empty_strided((T, *output.shape[1:]), output.stride())
+        def attend(
+            T: int, tables: Tensor, lens: Tensor, starts: Tensor, most: int = 1, has_history: bool = True
+        ) -> None:
+            used = (query, output) if exchange is None else (query, output, key, value)
+            rows, out, *own = (each.new_empty_strided((T, *each.shape[1:]), each.stride()) for each in used)
+            keys, values = own or (rows[:0], rows[:0])
             no_slots = torch.empty(0, dtype=torch.int64, device=query.device)
-            step = PagedOpsMetadata(T, query_start_loc, seq_lens, block_tables, no_slots)
-            self._attend(layer, rows, rows[:0], rows[:0], kv_cache, step, out, output_scale)
+            step = PagedOpsMetadata(T, starts, lens, tables, no_slots, exchange=exchange, max_query_len=most)
+            step.lens = lens if exchange is not None and has_history else None
+            self._attend(layer, rows, keys, values, kv_cache, step, out, output_scale)
 
-        self.compile_ahead(kv_cache, attend)
+        of_ranks = functools.partial(attend, most=2), functools.partial(attend, most=2, has_history=False)
+        self.compile_ahead(kv_cache, attend, *(() if exchange is None else of_ranks))
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

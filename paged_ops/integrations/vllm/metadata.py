@@ -12,18 +12,20 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from paged_ops.cache.shard import TokenShard
 from paged_ops.integrations.vllm import plugin as vllm_plugin
 from paged_ops.integrations.vllm.shared_prefix import PrefixFinder, SharedPrefix
 from paged_ops.metadata import use_cascade_attention
+from paged_ops.parallel.exchange import Exchange
 
 
 @dataclass
@@ -42,9 +44,9 @@ class PagedOpsMetadata(AttentionMetadata):
         prefix: the prefix that the requests share, if the engine searches for it.
         mm_prefix_range_tensor: int32 ``[S, R, 2]``, the half-open ranges whose tokens see each other; None without any.
             Gemma-4 sets it to None for layers that have none, by this name.
-        history_lens: int32 ``[S]``, with context parallelism: the number of tokens before the step that this rank
-            holds.
-        lens: the same with the tokens of the step, if no request has more than one.
+        exchange: with context parallelism, what merges the ranks' partial attention; else None.
+        lens: int32 ``[S]``, with context parallelism: the number of tokens that this rank holds: with those of the step
+            if no request has more than one, else before the step. None if no request has tokens before the step.
         max_query_len: the most tokens of a request.
     """
 
@@ -56,7 +58,7 @@ class PagedOpsMetadata(AttentionMetadata):
     causal: bool = True
     prefix: SharedPrefix | None = None
     mm_prefix_range_tensor: Tensor | None = None
-    history_lens: Tensor | None = None
+    exchange: Exchange | None = None
     lens: Tensor | None = None
     max_query_len: int = 1
     bidirectional_requests: Tensor | None = None
@@ -76,7 +78,12 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
         self._group = vllm_plugin.context_group() if is_sharded else None
         if self._group is not None:
             self.supports_draft_decode_metadata_update = False  # this rank's share of the history is derived
-            self._interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
+            self._exchange = vllm_plugin.context_exchange(self._group, vllm_config, kv_cache_spec.head_size, device)
+            self._shard = TokenShard(self._group.rank_in_group, self._group.world_size)
+            self._block = self._group.world_size * vllm_config.parallel_config.cp_kv_cache_interleave_size
+            mode = vllm_config.compilation_config.cudagraph_mode
+            self._has_mixed_graphs = mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL
+            self._longest_decode = 1 + vllm_config.num_speculative_tokens
             most = vllm_config.scheduler_config.max_num_seqs
             # captured graphs read these: tokens before the step, and with those of the step
             self._lens = torch.zeros(2, most, dtype=torch.int32, device=device)
@@ -117,8 +124,8 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
             causal=causal,
             prefix=None if per_request else self._shared(common),
             mm_prefix_range_tensor=_ranges(common) if common.mm_req_doc_ranges and causal else None,
-            history_lens=None if self._group is None else self._own_lens(common, False),
-            lens=None if self._group is None or common.max_query_len > 1 else self._own_lens(common, True),
+            exchange=None if self._group is None else self._exchange,
+            lens=None if self._group is None else self._own_lens(common),
             max_query_len=common.max_query_len,
             bidirectional_requests=self._bidirectional(common) if per_request else None,
         )
@@ -146,14 +153,18 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
         then."""
         return False
 
-    def _own_lens(self, common: CommonAttentionMetadata, with_step: bool) -> Tensor:
-        """Per request, the number of tokens that this rank holds: before the step, or with those of the step."""
-        lens = self._lens[int(with_step), : common.seq_lens.shape[0]]
-        held = common.seq_lens if with_step else common.seq_lens - common.query_start_loc.diff()
-        group = self._group
-        assert group is not None
-        lens.copy_(get_dcp_local_seq_lens(held, group.world_size, group.rank_in_group, self._interleave))
-        return lens
+    def _own_lens(self, common: CommonAttentionMetadata) -> Tensor | None:
+        """``PagedOpsMetadata.lens``. A graph of mixed steps also serves a step of one token per request: it then reads
+        the lengths before the step."""
+        is_decode, upper_bound = common.max_query_len == 1, common.seq_lens_cpu_upper_bound
+        # no captured graph serves other steps than decodes, with drafts or without
+        is_eager = not self._has_mixed_graphs and common.max_query_len > self._longest_decode
+        if is_eager and upper_bound is not None and int(upper_bound.sum()) == common.num_actual_tokens:
+            return None
+        for with_step in {is_decode, is_decode and not self._has_mixed_graphs}:
+            held = common.seq_lens if with_step else common.seq_lens - common.query_start_loc.diff()
+            self._lens[int(with_step), : len(held)] = self._shard.lens(held, self._block)
+        return self._lens[int(is_decode), : len(common.seq_lens)]
 
     def _shared(self, common: CommonAttentionMetadata) -> SharedPrefix | None:
         """The prefix that the requests of a step share; None if cascade attention would not pay for any prefix.

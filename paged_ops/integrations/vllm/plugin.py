@@ -132,31 +132,37 @@ def context_group() -> Any:
     return group if group.world_size > 1 else None
 
 
-class EngineGroup:
-    """Ranks of the engine, for an exchange. Gathers by the engine's collectives, which can be captured."""
-
-    def __init__(self, group: Any) -> None:
-        self._group, self.rank, self.size = group, group.rank_in_group, group.world_size
-
-    def all_gather(self, mine: Any) -> Any:
-        """``[W, ...]``: the tensors of all ranks."""
-        return self._group.all_gather(mine[None], dim=0)
-
-    def all_to_all(self, mine: Any) -> Any:
-        """``[W, ...]``: each rank's tensor for this one."""
-        import torch
-        import torch.distributed as dist
-
-        every = torch.empty_like(mine)
-        dist.all_to_all_single(every, mine, group=self._group.device_group)
-        return every
+_exchanges: dict[Any, Any] = {}
 
 
-def context_exchange() -> Any:
-    """The exchange in which the ranks of :func:`context_group` merge partial attention, by the engine's collectives."""
-    from paged_ops.parallel.exchange import Exchange
+def context_exchange(group: Any, vllm_config: Any, head_size: int, device: Any) -> Any:
+    """The exchange in which the ranks of :func:`context_group` merge partial attention. They make it together, once.
 
-    return Exchange(EngineGroup(context_group()))
+    ``--additional-config '{"paged_ops_symmetric_memory": false}'``: by collectives, also where GPUs address each
+    other's memory.
+    """
+    from paged_ops.parallel.all_reduce import MOST_ROWS
+    from paged_ops.parallel.exchange import prepare
+
+    model, parallel, ranks = vllm_config.model_config, vllm_config.parallel_config, group.device_group
+    heads = model.get_num_attention_heads(parallel)
+    key = ranks.group_name, heads, head_size, model.dtype, device
+    found = _exchanges.get(key)
+    if found is None or found.group.group is not ranks:
+        sequences = min(vllm_config.scheduler_config.max_num_seqs, MOST_ROWS)
+        found = _exchanges[key] = prepare(
+            ranks,
+            device,
+            rows=sequences * heads,
+            head_size=head_size,
+            dtype=model.dtype,
+            gathered_heads=heads,
+            # the halves of a split batch run on streams of their own
+            collectives=bool(getattr(parallel, "use_ubatching", False))
+            or not _option(vllm_config, "paged_ops_symmetric_memory", True),
+        )
+        logger.info("Context parallelism of paged_ops: parts are merged by %s.", found.how)
+    return found
 
 
 def heads_first() -> bool:

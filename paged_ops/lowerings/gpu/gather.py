@@ -134,7 +134,7 @@ def _gather_rows(
         )
 
 
-@triton.jit(do_not_specialize=["S", "num_tokens"], do_not_specialize_on_alignment=["block_tables"])
+@triton.jit(do_not_specialize=["stride_s", "S", "num_tokens"], do_not_specialize_on_alignment=["block_tables"])
 def gather_kernel(
     key,
     value,
@@ -180,7 +180,7 @@ def gather_kernel(
         gdc_launch_dependents()  # last: the next kernel may overwrite what was read here, without waiting
 
 
-@triton.jit(do_not_specialize=["S", "num_tokens"], do_not_specialize_on_alignment=["block_tables"])
+@triton.jit(do_not_specialize=["stride_s", "S", "num_tokens"], do_not_specialize_on_alignment=["block_tables"])
 def gather_rows_kernel(
     key,  # [num_tokens, 1, 576]
     cache,

@@ -18,7 +18,7 @@ import cloudpickle
 import pytest
 import torch
 from torch import Tensor
-from vllm.config import AttentionConfig
+from vllm.config import AttentionConfig, CUDAGraphMode
 from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
@@ -34,6 +34,7 @@ from vllm.v1.kv_cache_interface import (
 from paged_ops.integrations.vllm import backend as vllm
 from paged_ops.integrations.vllm import plugin as vllm_plugin
 from paged_ops.integrations.vllm.backend import PagedOpsBackend, PagedOpsImpl, PagedOpsMetadataBuilder
+from paged_ops.parallel.exchange import Exchange
 
 H, K, D, B, N = 4, 2, 16, 8, 64
 QUERY_LENS, SEQ_LENS = [1, 5, 3, 12], [30, 5, 17, 41]
@@ -484,8 +485,10 @@ def test_causality_by_request_needs_a_window_as_long_as_the_step() -> None:
 
 def test_causality_by_request_is_refused_where_tokens_are_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_plugin, "context_group", lambda: SimpleNamespace(world_size=2, rank_in_group=0))
+    monkeypatch.setattr(vllm_plugin, "context_exchange", lambda *made_for: object())
     config = engine_with_cascade(False)
     config.parallel_config = SimpleNamespace(cp_kv_cache_interleave_size=1)
+    config.compilation_config, config.num_speculative_tokens = SimpleNamespace(cudagraph_mode=None), 0
     builder, step = PagedOpsMetadataBuilder(FullAttentionSpec(**SPEC), ["layer"], config, torch.device("cpu")), Step()
     step.common.causal = torch.ones(4, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"causal: expected True or False .* with context parallelism"):
@@ -770,7 +773,7 @@ def test_kernels_of_all_steps_are_compiled_once(monkeypatch: pytest.MonkeyPatch)
 
     class Recorded:
         def __init__(self, calls: Any, **limits: int) -> None:
-            assert limits == {"max_num_tokens": 64, "max_num_seqs": 8}
+            assert limits == {"max_num_tokens": 64, "max_num_seqs": 8, "equal_lengths": True}
             for call in calls:
                 call()
 
@@ -779,8 +782,22 @@ def test_kernels_of_all_steps_are_compiled_once(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(vllm, "_attend", record)
     monkeypatch.setattr(vllm, "Ahead", Recorded)
-    impl.warm_up(layer, query, step.kv_cache, torch.empty(5, H, D))
+    impl.warm_up(layer, query, query, query, step.kv_cache, torch.empty(5, H, D))
     assert seen == [(7, 3), "finished"]
+
+    seen.clear()
+    gathered = vllm.attend_with_gathered_heads
+
+    def record_gathered(*args: Any, **options: Any) -> Tensor:
+        lens, longest = args[5], args[7]
+        seen.append((longest, lens is not None))
+        return gathered(*args, **options)
+
+    monkeypatch.setattr(vllm, "attend_with_gathered_heads", record_gathered)
+    exchange = Exchange(SimpleNamespace(size=1, rank=0, all_gather=lambda mine: mine[None]))
+    new = fused[:, -D:].view(5, 1, D)
+    impl.warm_up(layer, query, new, new, step.kv_cache, torch.empty(5, H, D), None, exchange)
+    assert seen == [(1, True), (2, True), (2, False), "finished"]
     torch.testing.assert_close(step.kv_cache, before, atol=0, rtol=0, equal_nan=True)
 
 
@@ -789,7 +806,9 @@ def test_a_new_cache_is_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(PagedOpsImpl, "can_warm_up", lambda self, query, kv_cache: bool(kv_cache.numel()))
 
-    def warm_up(self: PagedOpsImpl, layer: Any, query: Tensor, kv_cache: Tensor, *args: Any) -> None:
+    def warm_up(
+        self: PagedOpsImpl, layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Tensor, *args: Any
+    ) -> None:
         calls.append(kv_cache)
         self._warm = kv_cache
 
@@ -881,20 +900,42 @@ def test_context_parallelism_is_for_layers_that_see_all(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("interleave", [1, 4])
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE])
 @pytest.mark.parametrize(("query_lens", "is_decode"), [([1, 1, 1, 1], True), ([1, 5, 3, 12], False)])
 def test_ranks_of_context_parallelism_count_their_tokens(
-    rank: int, query_lens: list[int], is_decode: bool, monkeypatch: pytest.MonkeyPatch
+    rank: int,
+    interleave: int,
+    mode: CUDAGraphMode,
+    query_lens: list[int],
+    is_decode: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before the step, and, where no request has more than one new token, with those of the step."""
+    """Before the step, or, where no request has more than one new token, with those of the step. A graph of mixed
+    steps that serves a decode reads those before the step."""
     group = SimpleNamespace(world_size=2, rank_in_group=rank)
+    exchange = object()
     monkeypatch.setattr(vllm_plugin, "context_group", lambda: group)
+    monkeypatch.setattr(vllm_plugin, "context_exchange", lambda *made_for: exchange)
     monkeypatch.setitem(globals(), "QUERY_LENS", query_lens)
     config = engine_with_cascade(False)
-    config.parallel_config = SimpleNamespace(cp_kv_cache_interleave_size=1)
+    config.parallel_config = SimpleNamespace(cp_kv_cache_interleave_size=interleave)
+    config.compilation_config, config.num_speculative_tokens = SimpleNamespace(cudagraph_mode=mode), 2
     builder = PagedOpsMetadataBuilder(FullAttentionSpec(**SPEC), ["layer"], config, torch.device("cpu"))
     metadata = builder.build(0, Step().common)
-    held = [len(range(rank, n, 2)) for n in SEQ_LENS]
-    before = [len(range(rank, n - q, 2)) for n, q in zip(SEQ_LENS, query_lens, strict=True)]
-    assert metadata.history_lens is not None and metadata.history_lens.tolist() == before
-    assert (metadata.lens is not None) == is_decode
-    assert metadata.lens is None or metadata.lens.tolist() == held
+    held = [sum(j // interleave % 2 == rank for j in range(n)) for n in SEQ_LENS]
+    lens = zip(SEQ_LENS, query_lens, strict=True)
+    before = [sum(j // interleave % 2 == rank for j in range(n - q)) for n, q in lens]
+    assert metadata.exchange is exchange and metadata.lens is not None
+    assert metadata.lens.tolist() == (held if is_decode else before)
+    if mode is CUDAGraphMode.FULL or not is_decode:
+        assert builder._lens[0, : len(before)].tolist() == before
+
+    common = Step().common
+    common.seq_lens_cpu_upper_bound = torch.tensor(SEQ_LENS, dtype=torch.int32)
+    assert builder.build(0, common).lens is not None  # some request has tokens before the step
+    monkeypatch.setitem(globals(), "QUERY_LENS", SEQ_LENS)
+    common = Step().common
+    assert builder.build(0, common).lens is not None  # unknown
+    common.seq_lens_cpu_upper_bound = torch.tensor(SEQ_LENS, dtype=torch.int32)
+    assert (builder.build(0, common).lens is None) == (mode is not CUDAGraphMode.FULL)  # whole prompts alone

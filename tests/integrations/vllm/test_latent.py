@@ -278,7 +278,7 @@ def test_kernels_of_all_steps_are_compiled_once(config: Any, monkeypatch: pytest
 
     class Recorded:
         def __init__(self, calls: Any, **limits: int) -> None:
-            assert limits == {"max_num_tokens": 64, "max_num_seqs": 8}
+            assert limits == {"max_num_tokens": 64, "max_num_seqs": 8, "equal_lengths": True}
             for call in calls:
                 call()
             seen.append(len(calls))
