@@ -35,9 +35,15 @@ NUM_PROCESSORS = {
 }  # fmt: skip
 SHARED_MEMORY = {"cuda:80": 163 << 10, "cuda:90": 227 << 10, "cuda:100": 227 << 10}
 NAMES = {"cuda:90": "NVIDIA H200"}  # devices with tiles of their own; elsewhere the default's are compiled
-# All other targets compile every variant. These AMD GPUs compile the variants in which they may differ from gfx942:
-# fp8, and the most registers and shared memory.
-SOME = dict.fromkeys(("hip:gfx90a", "hip:gfx950", "hip:gfx1100"), "e4m3|e5m2|bf16|d256|d512|sparse|ranges|latent")
+# cuda:90 and gfx942 compile every variant; others those in which they may differ. These AMD GPUs: fp8, the most
+# registers and shared memory. cuda:80 and cuda:100: masks and numbers of heads are the same code on all.
+SOME = {
+    **dict.fromkeys(
+        ("hip:gfx90a", "hip:gfx950", "hip:gfx1100"), r"e4m3(?!-out)|e5m2|(?<!invariant-)bf16|-d256$|latent"
+    ),
+    "cuda:80": "^(?!attention-(g71|narrow|decode-masks|d192))",
+    "cuda:100": "^(?!attention-(g71|narrow|decode-masks|d192|invariant))",
+}
 
 
 def both(*calls):

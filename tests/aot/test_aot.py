@@ -23,13 +23,10 @@ pytestmark = pytest.mark.aot
 
 ROOT = Path(__file__).parents[2]
 MOST_VARIANTS = 76
-# Targets that compile everything are divided, so that two workers end at about the same time; the longest come first.
-HALVES = ("^attention", "^(?!attention)")
-NAMES = {
-    "cuda:90": ("^hopper", "^attention", "^(?!hopper|attention)"),
-    **dict.fromkeys(("cuda:80", "cuda:100", "hip:gfx942"), HALVES),
-}
-PARTS = [(target, names) for target in ("cuda:90", *compiler.TARGETS) for names in NAMES.get(target, ("",))]
+# One target is divided, so that two workers end at about the same time; the longest come first.
+NAMES = {"cuda:90": ("^hopper", "^attention", "^(?!hopper|attention)")}
+ORDER = ("cuda:90", "hip:gfx942", *compiler.TARGETS)
+PARTS = [(target, names) for target in ORDER for names in NAMES.get(target, ("",))]
 PARTS = list(dict.fromkeys(PARTS))
 
 

@@ -44,6 +44,9 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if arguments.device == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"
+        from tests.helpers import interpreter
+
+        interpreter.quicken()
     import torch
 
     from . import runner

@@ -1,9 +1,16 @@
-"""Launches of the GPU's lowering, recorded on a machine without one."""
+"""Launches of the GPU's lowering, recorded on a machine without one, and the interpreter's speed."""
 
+import importlib.util
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    from tests.helpers import interpreter
+
+    interpreter.quicken()
 
 
 @pytest.fixture
