@@ -77,12 +77,9 @@ def scheduler(batch, short, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, 
 
 @gluon.jit
 def take_items(
-    item_of: gl.constexpr, work, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr,
-    LATE: gl.constexpr = 2,
+    item_of: gl.constexpr, work, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
     """Takes items, longest first, and copies their query rows, packed (token, head of the group).
-
-    The last items, LATE per program, go to the programs that are free first: they are not taken ahead.
 
     Programs for short sequences start at that end of the batch where these are, the others at the other end, until they
     meet. With fewer places for rows than for items, keys can come before the query rows.
@@ -97,7 +94,8 @@ def take_items(
     while ticket <= last:
         at = gl.where(reverse, last - at, at)
         item = item_of(at, work, batch, SPEC, DIVISION, SHAPE)
-        ends = ticket + LATE * programs > last
+        # The last items go to the programs that are free first, so they are not taken ahead.
+        ends = ticket + 2 * programs > last
         if not ends:
             ticket, at = items.take(work.counters, reverse, start, programs, last)
         if item.tiles > 0:
