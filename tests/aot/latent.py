@@ -79,7 +79,13 @@ VARIANTS = [
     Variant("latent-e4m3-h32", attend(32, stored=E4M3), FROM_REGISTERS, may_spill=RDNA),
     # sm_80 converts fp8 by bits; with 16 heads that spills 8 bytes.
     Variant("latent-rows-h16", attend(16, scaled_rows=True), FROM_REGISTERS, may_spill=(*RDNA, "cuda:80")),
-    Variant("latent-selected-rows-h16", selecting(16, scaled_rows=True), {"cuda": SPLIT["cuda"][:1]}, may_spill=RDNA),
+    Variant(
+        "latent-selected-rows-h16",
+        selecting(16, scaled_rows=True),
+        {"cuda": SPLIT["cuda"][:1]},
+        may_spill=RDNA,
+        targets=NOT_HOPPER,
+    ),
     Variant("latent-invariant-h128", attend(128, batch_invariant=True), may_spill=("cuda",), targets=("cuda:90",)),
     Variant("latent-selected-invariant-h16", selecting(16, batch_invariant=True), may_spill=RDNA, targets=("cuda:90",)),
     Variant("latent-h16-b16", attend(16, dtype=FP16, B=16), SPLIT, targets=("cuda:80", "hip:gfx942")),

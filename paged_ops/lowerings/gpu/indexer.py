@@ -20,7 +20,7 @@ nothing, each pass reads all entries.
 **Workspace.** 8 bytes per entry and 4 per chunk for each list. Rows are processed in groups that need at most WORKSPACE
 bytes: the number of launches depends on T, G and the columns of the block table, not on values.
 
-Not run on a GPU yet: the numbers above are computed.
+Not timed on a GPU yet: the numbers above are computed.
 """
 
 from __future__ import annotations
