@@ -40,6 +40,7 @@ VERSIONS = {
 }
 NEEDS = ("filelock", "typing-extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec")  # torch's own
 TOOLS = ("typer>=0.15", "rich>=13", "pytest>=9", "hypothesis>=6.150", "expecttest>=0.3", "packaging")
+MODELS = ("transformers==5.23.*", "accelerate>=1.15")
 REAL_LIBRARIES = ("cuda-runtime", "cuda-cupti", "nvshmem")  # their symbols are looked up at the import
 OFF = "not (gpu or interpreter or aot or xla or tpu)"
 # Column of the table: a file of tests, and which of them (an expression of pytest's -k). These run in one process,
@@ -56,6 +57,7 @@ ON_CPU = {
     "metadata": ("tests/metadata/test_metadata.py", "not a_bad_step_writes_nothing"),
     "graphs": ("tests/graphs/test_runner.py", "pieces or capture or advancing or replays"),
     "versions": ("tests/gpu/test_triton_versions.py", "test"),
+    "models": ("tests/integrations/transformers/test_indexers.py", "compiled"),
 }
 # and these in one each.
 APART = {
@@ -94,7 +96,7 @@ def make(version: str, place: Path) -> Path:
     ours = {"PIP_CONSTRAINT": str(pins), "PIP_NO_CACHE_DIR": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     pip = (python, "-m", "pip", "install", "-q", "--no-compile")
     run(*pip, "--no-deps", f"torch=={torch}", f"triton=={triton}", **ours)
-    run(*pip, *NEEDS, *TOOLS, numpy, **ours)
+    run(*pip, *NEEDS, *TOOLS, *MODELS, numpy, **ours)
     libraries = wanted(python)
     if libraries:
         run(*pip, *libraries, **ours)
@@ -288,6 +290,7 @@ NOTES = """\
 | cache, metadata | the allocator, the cache, the metadata builder |
 | graphs | captured steps, on a CPU |
 | versions | the code paths of each Triton |
+| models | compiled models of transformers with an indexer |
 | interpreter | some Triton kernels, in Triton's interpreter |
 | aot | every variant of the kernels, compiled ahead of time for sm_90: its instructions and spills |
 
