@@ -48,7 +48,7 @@ from paged_ops.lowerings.gpu.target import Target
 SIZES = (64, 64), (128, 128)  # head sizes that were run on a GPU
 SEGMENT, SHORTEST, FEW_HEADS = 4096, 1024, 4  # keys, keys, key/value heads: see segment_of
 SEGMENTS, FEWEST_SEGMENTS = 128, 16  # at most, of a long row: about so many in all key/value heads, and in one
-LEADS, LIGHT = (8, 8), 0.45  # Plan.lead with one consumer and with two, and Plan.light
+LEADS = 8, 8  # Plan.lead with one consumer and with two
 WORKSPACE = 16 << 20  # of states of segments, in float32s
 COUNTERS = 4
 # Of invariant_states_kernel: elements of a state that a program folds at once, elements that it loads at once, and the
@@ -64,7 +64,6 @@ class Plan(NamedTuple):
     division: Division
     cuts: Cuts
     lead: int  # tiles that are still to be loaded when the next item is taken
-    light: float  # see light_programs
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
@@ -142,7 +141,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         read = spec._replace(query=(spec.K * spec.G * D, D, 1))
     constants = {
         "SPEC": read,
-        "PLAN": Plan(division, cuts, LEADS[consumers - 1], LIGHT),
+        "PLAN": Plan(division, cuts, LEADS[consumers - 1]),
         "SHAPE": shape,
         "enable_fp_fusion": False,
         **target.overlap(),

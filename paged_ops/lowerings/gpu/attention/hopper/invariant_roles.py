@@ -157,9 +157,7 @@ def scheduler(batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr, SHA
     fits = (full + last) * SPEC.K <= CUTS.states
     if not fits:
         full, last, tiles = total_items(fits, batch, SPEC, DIVISION, CUTS, SHAPE)
-    few = light_programs(
-        batch, ANY_LENGTH, programs, SPEC.G, DIVISION, DIVISION.rows, SHAPE.M, SHAPE.warps, 0, PLAN.light
-    )
+    few = light_programs(batch, ANY_LENGTH, programs, SPEC.G, DIVISION, DIVISION.rows, SHAPE.M, SHAPE.warps)
     few = gl.where(full + last > 0, gl.maximum(few, -few), 0)  # short sequences are at the front of the items
     counters = batch.tensors.taken
     if batch.tensors.arrived is not None:

@@ -136,12 +136,11 @@ def end_items(shared, n, WARPS: gl.constexpr):
 @gluon.jit
 def light_programs(
     batch, short, programs, G: gl.constexpr, DIVISION: gl.constexpr, ROWS: gl.constexpr, M: gl.constexpr,
-    WARPS: gl.constexpr, LEAST: gl.constexpr = 0, WEIGHT: gl.constexpr = LIGHT,
+    WARPS: gl.constexpr, LEAST: gl.constexpr = 0,
 ):  # fmt: skip
     """The number of programs that first take short sequences of at most ROWS rows, which are memory-bound, while the
     others take sequences of more rows, which are compute-bound; in proportion to the work of both. Negative if the
-    short ones come first in the batch. Sequences of up to LEAST tokens do not count.
-    WEIGHT: as LIGHT."""
+    short ones come first in the batch. Sequences of up to LEAST tokens do not count."""
     tensors, S = batch.tensors, batch.numbers.S
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     few_work = 0.0
@@ -163,8 +162,8 @@ def light_programs(
         many_work += gl.sum(many_cost, 0)
         few_at += gl.sum(few_cost * s.to(gl.float32), 0)
         many_at += gl.sum(many_cost * s.to(gl.float32), 0)
-    few_work = few_work * WEIGHT
-    few_at = few_at * WEIGHT
+    few_work = few_work * LIGHT
+    few_at = few_at * LIGHT
     share = (programs * (few_work / gl.maximum(few_work + many_work, 1.0))).to(gl.int32)
     if few_at * many_work < many_at * few_work:
         share = -share
