@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_invariant.py --commit $(git rev-parse HEAD) --out DIR/gpu_invariant.jsonl
     python benchmarks/gpu_invariant.py --parts fa3 --cases 1x131072        # next to FlashAttention-3 with one split
-    python benchmarks/gpu_invariant.py --parts times --vary SEGMENT=2048 --vary "LEADS=(4,4) SHORTEST=512"
+    python benchmarks/gpu_invariant.py --parts times --vary SEGMENT=2048 --vary "LEAD=4 SHORTEST=512"
 
 ``bits``: rows of one prompt alone, together, in chunks and next to prompts, over caches of several block sizes, layouts
 and alignments; all must have the bits of one prefill. ``times``: each case by the default op, with

@@ -123,7 +123,7 @@ def _dsa(self: Any, hidden_states: Tensor, q_resid: Tensor, position_embeddings:
     key = self.k_norm(self.wk(hidden_states).to(self.k_norm.weight.dtype)).to(hidden_states.dtype).unsqueeze(2)
     sizes = [query.shape[-1] - P, P] if is_last else [P, query.shape[-1] - P]
     of_query, of_key = query.split(sizes, -1), key.split(sizes, -1)
-    part = 1 if is_last else 0  # dynamo does not index by a bool before torch 2.12
+    part = 1 if is_last else 0  # dynamo of torch 2.11 does not index by a bool
     rotated = rotate(of_query[part], of_key[part], *position_embeddings, unsqueeze_dim=2)
     query, key = (
         torch.cat((parts[0], turned) if is_last else (turned, parts[1]), -1)

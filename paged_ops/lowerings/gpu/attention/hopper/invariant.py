@@ -39,16 +39,16 @@ from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch,
 from paged_ops.lowerings.gpu.attention.hopper.loader import loader
 from paged_ops.lowerings.gpu.attention.hopper.producer import producer
 from paged_ops.lowerings.gpu.attention.hopper.ring import signal_of
-from paged_ops.lowerings.gpu.attention.shared.segments import Cuts, fold_weights, segments_of
+from paged_ops.lowerings.gpu.attention.hopper.segments import Cuts, fold_weights, segments_of
 from paged_ops.lowerings.gpu.attention.shared.tile import LOG2E, Batch, store_padding, store_rows
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
-from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, TileShape, not_applied
+from paged_ops.lowerings.gpu.spec import Division, Numbers, Pointers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
 SIZES = (64, 64), (128, 128)  # head sizes that were run on a GPU
 SEGMENT, SHORTEST, FEW_HEADS = 4096, 1024, 4  # keys, keys, key/value heads: see segment_of
 SEGMENTS, FEWEST_SEGMENTS = 128, 16  # at most, of a long row: about so many in all key/value heads, and in one
-LEADS = 8, 8  # Plan.lead with one consumer and with two
+LEAD = 8  # Plan.lead
 WORKSPACE = 16 << 20  # of states of segments, in float32s
 COUNTERS = 4
 # Of invariant_states_kernel: elements of a state that a program folds at once, elements that it loads at once, and the
@@ -120,7 +120,7 @@ def shape_of(spec: Spec, M: int, tma: bool, shared_memory: int) -> HopperShape:
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
     """The launches of a choice."""
     M, loads, division, S = choice
-    Dv, P, consumers = spec.v_side.size, target.processors, M // WARPGROUP.value
+    Dv, P = spec.v_side.size, target.processors
     if M == WARPGROUP.value:  # the rows of a token lie together: programs read them at about one time
         P = tuning.programs_apart(spec.K, P) or P
     tma = loads == 2
@@ -141,7 +141,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         read = spec._replace(query=(spec.K * spec.G * D, D, 1))
     constants = {
         "SPEC": read,
-        "PLAN": Plan(division, cuts, LEADS[consumers - 1]),
+        "PLAN": Plan(division, cuts, LEAD),
         "SHAPE": shape,
         "enable_fp_fusion": False,
         **target.overlap(),
@@ -150,6 +150,10 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     takes = PARTS if tma else (*PARTS, "key_cache", "value_cache")
     floats = cuts.states * rows * Dv + P * M * Dv
     size = floats + 2 * cuts.states * rows
+    columns = COLUMNS if S * spec.K <= 2 * P else Dv
+
+    def grid(numbers: Numbers) -> Grid:
+        return numbers.S * spec.K * (Dv // columns), 1, 1
 
     def launches(counted: bool) -> tuple[Launch, ...]:
         counter = "arrived" if counted else "taken"
@@ -166,14 +170,9 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         merge = Launch(launcher_of(invariant_states_kernel, merged, target.device, without), grid, without)
         if counted:
             return main, merge
-        without = tuple(name for name in ALL if name != "taken")
+        without = tuple(name for name in Pointers._fields if name != "taken")
         zero = Launch(launcher_of(invariant_zero_kernel, {"num_warps": 1}, target.device, without), (1, 1, 1), without)
         return zero, main, merge
-
-    columns = COLUMNS if S * spec.K <= 2 * P else Dv
-
-    def grid(numbers: Numbers) -> Grid:
-        return numbers.S * spec.K * (Dv // columns), 1, 1
 
     return Launches(launches(True), (floats, size, size + COUNTERS), COUNTERS, launches(False))
 
@@ -184,11 +183,6 @@ def are_copied(spec: Spec) -> bool:
 
 
 NOT_OF_MERGE = "query", "key_cache", "value_cache", "block_tables", "alibi_slopes", "k_scale"
-ALL = (
-    *("out", "lse", "parts", "part_lse", "taken", "arrived", "query", "key_cache", "value_cache", "block_tables"),
-    *("seq_lens", "query_start_loc", "alibi_slopes", "sinks", "k_scale", "v_scale", "bidirectional_ranges"),
-    "output_scale",
-)
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)

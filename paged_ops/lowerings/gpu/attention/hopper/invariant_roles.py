@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from paged_ops.lowerings.gpu.attention.hopper.consumer import (
+    LOG2E,
     Sums,
     multiply_keys,
     multiply_values,
@@ -25,6 +26,7 @@ from paged_ops.lowerings.gpu.attention.hopper.consumer import (
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, first_of, widths_of
 from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, not_kept, prefetch_ids
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, stage_of, wait_full
+from paged_ops.lowerings.gpu.attention.hopper.segments import fold_weights, segment_tiles, segments_of
 from paged_ops.lowerings.gpu.attention.hopper.work import (
     Item,
     end_items,
@@ -37,9 +39,7 @@ from paged_ops.lowerings.gpu.attention.hopper.work import (
     write_item,
 )
 from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, keys_of_rows, needs_mask
-from paged_ops.lowerings.gpu.attention.shared.segments import fold_weights, segment_tiles, segments_of
 
-LOG2E = gl.constexpr(1.4426950408889634)
 ANY_LENGTH = gl.constexpr(1 << 30)
 
 

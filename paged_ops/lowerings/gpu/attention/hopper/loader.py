@@ -99,9 +99,8 @@ def loader(
         release(shared.item_ring, n)
         for t in range(tiles):
             at = total + t
-            if LEAD:
-                if t == gl.maximum(tiles - LEAD, 0):
-                    fill(ending, n)
+            if t == gl.maximum(tiles - LEAD, 0):
+                fill(ending, n)
             if ASYNC and SHAPE.stages < 3 and t > 0:  # consumers release values after the next keys
                 async_copy.wait_group(0)
                 end_loads(shared, at - 1)

@@ -1,4 +1,4 @@
-"""Segments of keys, for batch-invariant kernels in Triton and in Gluon: where they begin, and how states are folded."""
+"""Segments of keys of the batch-invariant Hopper kernels: where they begin, and how states are folded."""
 
 from __future__ import annotations
 
