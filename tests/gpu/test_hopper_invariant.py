@@ -20,8 +20,7 @@ from paged_ops import layouts
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec
 from paged_ops.lowerings.gpu.attention import choose
-from paged_ops.lowerings.gpu.attention.hopper import invariant, invariant_roles, work
-from paged_ops.lowerings.gpu.attention.shared import segments
+from paged_ops.lowerings.gpu.attention.hopper import invariant, invariant_roles, segments, work
 from paged_ops.lowerings.gpu.attention.triton import invariant as invariant_triton
 from tests.gpu.batches import SMALL, batch, compare, on_hopper
 from tests.gpu.pointers import Pointer, as_torch
