@@ -1,6 +1,5 @@
 """Nothing depends on the default device or the default dtype of a process."""
 
-import contextlib
 from dataclasses import replace
 
 import pytest
@@ -11,40 +10,22 @@ import paged_ops
 from paged_ops import checks, fake, layouts, masks, reference, testing
 from paged_ops.lowerings.cpu import fused
 from paged_ops.registry import OPS
+from tests.helpers.defaults import defaults
 
 CASES = [(op, testing.case_named(op, name)) for op, names in testing.COMPILED.items() for name in names]
 WAYS = [(*pair, "fused") for pair in CASES] + [(*pair, "torch") for pair in CASES if "attention" in pair[0]]
 
 
-@contextlib.contextmanager
-def float64():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+DEFAULTS = {
+    "on_meta": {"device": "meta"},
+    "float64": {"dtype": torch.float64},
+    "bfloat16": {"dtype": torch.bfloat16},
+}
 
 
-@contextlib.contextmanager
-def bfloat16():
-    with float64():
-        torch.set_default_dtype(torch.bfloat16)
-        yield
-
-
-@contextlib.contextmanager
-def on_meta():
-    torch.set_default_device("meta")
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@pytest.fixture(params=[on_meta, float64, bfloat16], ids=lambda each: each.__name__)
+@pytest.fixture(params=DEFAULTS)
 def default(request):
-    return request.param
+    return lambda: defaults(**DEFAULTS[request.param])
 
 
 def flat(value):

@@ -82,7 +82,7 @@ VARIANTS = [
         call("prefill", FP16, D=64, per_head=("sinks",), **MASKS),
         PREFILL,
         may_spill=RDNA,
-        spills={(3, 9): 40},
+        spills={(3, 9): 48},
     ),
     Variant("attention-fp32", call("prefill", FP32, D=64), may_spill=RDNA),
     Variant(
@@ -168,6 +168,7 @@ VARIANTS = [
         "attention-ranges-in-window",
         call("prefill", D=64, ranges=4, ranges_in_window=True, **MASKS),
         PREFILL,
+        spills={(3, 9): 48},
         targets=("cuda:90", "hip:gfx942"),
     ),
     Variant(

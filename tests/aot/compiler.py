@@ -204,18 +204,34 @@ def instructions(kernel: Any) -> list[tuple[str, list[str], str]]:
 
 
 def unset_registers(listed: list[tuple[str, list[str], str]]) -> list[str]:
-    """Instructions that read uniform registers before anything has set them: an error of ptxas.
+    """Instructions that compute with uniform registers which nothing has set: an error of ptxas.
 
-    Descriptors (``gdesc[UR4]``) name four registers and do not read all of them, so they are not counted.
+    A copy of such a register is no error, since ptxas saves and restores pairs of which one half is set later. What it
+    copies to counts as not set. Descriptors (``gdesc[UR4]``) name four registers and do not read all of them, so they
+    are not counted.
     """
-    known: set[int] = set()
+    known: set[str] = set()  # uniform registers with a value
+    empty: set[str] = set()  # other registers with a copy of one without
     unset = []
     for name, operands, instruction in listed:
-        written = uniform_written(name, operands)
-        read = " ".join(each for each in operands[1 if written else 0 :] if "desc[" not in each)
-        unset += [instruction for number in re.findall(r"\bUR(\d+)\b", read) if int(number) not in known]
-        known |= set(written)
+        uniform = [f"UR{number}" for number in uniform_written(name, operands)]
+        sources = " ".join(each for each in operands[bool(uniform) :] if "desc[" not in each)
+        missing = [each for each in re.findall(r"\bUR\d+\b", sources) if each not in known]
+        missing += empty.intersection(re.findall(r"\bR\d+\b", " ".join(operands[1:])))
+        if missing and copies(name, operands):
+            known.difference_update(uniform)
+            empty.update(operands[: not uniform])
+            continue
+        unset += [instruction] * bool(missing)
+        known.update(uniform)
+        first = re.fullmatch(r"R(\d+)", operands[0]) if operands else None
+        empty.difference_update(f"R{int(first[1]) + n}" for n in range(4 if first else 0))
     return unset
+
+
+def copies(name: str, operands: list[str]) -> bool:
+    """Whether an instruction copies a register."""
+    return name in ("MOV", "UMOV", "R2UR") or (name.startswith("IMAD.") and operands[1:3] == ["RZ", "RZ"])
 
 
 def uniform_written(name: str, operands: list[str]) -> range:
@@ -253,9 +269,12 @@ def _lost(listed: list[tuple[str, list[str], str]], at: dict[str, dict[str, str]
         if used and (holds.get(f"UR{used[1]}"), holds.get(f"UR{int(used[1]) + 1}")) != ("low", "high"):
             lost.append(instruction)
         source = operands[-1].removesuffix(".reuse")
-        copies = name in ("MOV", "UMOV", "R2UR") or (name.startswith("IMAD.") and operands[1:3] == ["RZ", "RZ"])
         written = [f"UR{number}" for number in uniform_written(name, operands)] or operands[:1]
-        halves = ("low", "high") if operands[1:] == [GLOBAL_MEMORY] else (holds.get(source, "") if copies else "",)
+        halves = (
+            ("low", "high")
+            if operands[1:] == [GLOBAL_MEMORY]
+            else (holds.get(source, "") if copies(name, operands) else "",)
+        )
         if name.startswith(("STL", "LDL")):
             written, read = (_words(each, name) for each in operands[:2])
             halves = tuple(holds.get(each, "") for each in read)

@@ -18,12 +18,12 @@ SM_90 = ("cuda:90",)
 # The warpgroup that computes scores keeps the addresses of query rows in registers, and spills some numbers.
 LATENT_SPILLS = {(3, 6): 32, (3, 7): 48, (3, 8): 288, (3, 9): 184}
 # With a soft cap consumers leave too few registers for the thread's number, which is stored once, at the start.
-MIXED_SPILLS = {(3, 6): 8, (3, 7): 8, (3, 8): 8, (3, 9): 232}
+MIXED_SPILLS = {(3, 6): 8, (3, 7): 8, (3, 8): 8, (3, 9): 256}
 # At D 256, with ranges, as without first tokens; 8 bytes at D 128 with a soft cap (triton 3.7).
-FIRST_TOKENS_SPILLS = {(3, 6): 24, (3, 7): 40}
+FIRST_TOKENS_SPILLS = {(3, 6): 24, (3, 7): 40, (3, 9): 184}
 # While one segment is folded, registers hold its sums and those of the segments before. Bytes without TMA; with it 24
 # and 40 (triton 3.6 and 3.7). Measured in an earlier form with triton 3.8 and 3.9.
-INVARIANT_SPILLS = {(3, 6): 96, (3, 7): 96, (3, 8): 464, (3, 9): 816}
+INVARIANT_SPILLS = {(3, 6): 96, (3, 7): 96, (3, 8): 464, (3, 9): 1024}
 N, B, T, S, M = 64, 16, 512, 4, 16
 
 
@@ -153,7 +153,7 @@ VARIANTS = [
         {"cuda:90": (*EXPECT["cuda:90"], r"\.entry fp8_kernel")},
         spills={(3, 8): 8, (3, 9): 72},  # split_kernel, over e5m2
     ),
-    Variant("hopper-prefill-nhd-d256-g4", prefill("NHD", 256, 16, 4), EXPECT, spills={(3, 9): 144}),
+    Variant("hopper-prefill-nhd-d256-g4", prefill("NHD", 256, 16, 4), EXPECT, spills={(3, 9): 152}),
     Variant(
         "hopper-prefill-nhd-d128-g8-window-cap",
         prefill("NHD", 128, 64, 8, sliding_window=128, soft_cap=30.0),
@@ -192,6 +192,6 @@ VARIANTS = [
         "hopper-prefill-hnd-d80-window",
         prefill("HND", 80, 16, 4, torch.float16, sliding_window=100),
         EXPECT,
-        spills={(3, 9): 256},
+        spills={(3, 9): 264},
     ),
 ]

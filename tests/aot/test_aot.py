@@ -24,7 +24,7 @@ pytestmark = pytest.mark.aot
 ROOT = Path(__file__).parents[2]
 MOST_VARIANTS = 76
 # One target is divided, so that two workers end at about the same time; the longest come first.
-NAMES = {"cuda:90": ("^hopper", "^attention", "^(?!hopper|attention)")}
+NAMES = {"cuda:90": ("^hopper", "^attention", "^(?!hopper|attention)")[not variants.HAS_GLUON :]}
 ORDER = ("cuda:90", "hip:gfx942", *compiler.TARGETS)
 PARTS = [(target, names) for target in ORDER for names in NAMES.get(target, ("",))]
 PARTS = list(dict.fromkeys(PARTS))
@@ -73,6 +73,19 @@ def test_lost_descriptors_are_found():
         split = [(each, *re.sub(r"^@\w+ ", "", each).partition(" ")) for each in (*before, use)]
         listed = [(name, rest.split(", "), rest if name == "LABEL" else each) for each, name, _, rest in split]
         assert compiler.lost_descriptors(listed) == lost, before
+
+
+def test_registers_that_nothing_has_set_are_found():
+    save, restore = ("MOV R8, UR5", "IMAD.U32 R9, RZ, RZ, UR5"), ("R2UR UR5, R8", "UMOV UR7, UR5")
+    for code, found in [
+        (("UMOV UR5, 0x4", "UIADD3 UR6, UR5, 0x2, URZ"), []), (("UIADD3 UR6, UR5, 0x2, URZ",), [0]),
+        (("ULDC.64 UR4, c[0x0][0x210]", "IADD3 R2, R3, UR5, RZ"), []), (("IADD3 R2, R3, UR5, RZ",), [0]),
+        ((*save, *restore, "UMOV UR7, 0x1", "UIADD3 UR6, UR7, 0x2, URZ"), []),
+        ((*save, *restore, "UIADD3 UR6, UR7, 0x2, URZ"), [4]), ((*save, "IADD3 R2, R9, 0x1, RZ"), [2]),
+        ((*save, "LDG.E.64 R8, desc[UR4][R2.64]", "IADD3 R2, R9, 0x1, RZ"), []),
+    ]:  # fmt: skip
+        listed = [(line.split()[0], line.partition(" ")[2].split(", "), line) for line in code]
+        assert compiler.unset_registers(listed) == [code[n] for n in found], code
 
 
 @pytest.mark.parametrize(("target", "names"), PARTS)

@@ -8,11 +8,12 @@ from paged_ops.lowerings.gpu.target import NEWEST_KNOWN, OLDEST_GLUON, TRITON
 from tests.aot import attention, cache, hopper, latent, parallel
 from tests.aot.compiler import SOME, Variant
 
+HAS_GLUON = OLDEST_GLUON <= TRITON <= NEWEST_KNOWN
+
 
 def variants(target: str | None) -> list[Variant]:
     """The committed lists; for a target, without what does not ship for it, or is compiled for others."""
-    has_gluon = OLDEST_GLUON <= TRITON <= NEWEST_KNOWN
-    gluon = hopper.VARIANTS if target is None or (target == "cuda:90" and has_gluon) else []
+    gluon = hopper.VARIANTS if target is None or (target == "cuda:90" and HAS_GLUON) else []
     plain = *cache.VARIANTS, *attention.VARIANTS, *latent.VARIANTS, *parallel.VARIANTS
     listed = [*plain, *gluon]
     if target is None:

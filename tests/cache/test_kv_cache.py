@@ -15,6 +15,7 @@ from paged_ops.cache.prefixes import servable_lengths
 from paged_ops.layouts import Layout, min_tpu_block_size, preferred_tpu_block_size, split_joined_cache
 from paged_ops.metadata import Batch
 from tests.cache.walk import EVENTS, REFUSALS, Walk, admit_computed, check_invariants, state
+from tests.helpers.defaults import defaults
 from tests.helpers.gpu import GPU
 
 
@@ -901,30 +902,19 @@ def test_a_swap_that_fails_forgets_what_its_target_held(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_under_another_default_device_and_dtype(device: str, dtype: torch.dtype) -> None:
-    default = torch.get_default_dtype()
-    torch.set_default_device(device)
-    torch.set_default_dtype(dtype)
-    try:
+    with defaults(device, dtype):
         cache = KVCache(2, 24, 4, 1, 2, num_host_blocks=8)
         graphs.build_inputs(
             graphs.step_builder(cache, 4, 16, 64), Batch([3, 1], [0, 4], [[0], [1, 2]]), [1, 2, 3, 4], 4, 8
         )
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(default)
     walk = Walk(cache, seed=2)
 
     def elsewhere(name: str) -> None:
         method = getattr(cache, name)
 
         def call(*args: object) -> object:
-            torch.set_default_device(device)
-            torch.set_default_dtype(dtype)
-            try:
+            with defaults(device, dtype):
                 return method(*args)
-            finally:
-                torch.set_default_device(None)
-                torch.set_default_dtype(default)
 
         setattr(cache, name, call)
 

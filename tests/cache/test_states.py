@@ -12,6 +12,7 @@ import torch.utils._python_dispatch
 from paged_ops.cache import OutOfBlocks
 from paged_ops.cache.states import PADDING_ROW, StateCache, StateSpec
 from paged_ops.metadata import AttentionMetadataBuilder, Batch, advance_decodes
+from tests.helpers.defaults import defaults
 
 SPECS = [StateSpec((3, 2), torch.float32), StateSpec((4,), torch.int64), StateSpec((), torch.bfloat16)]
 
@@ -194,10 +195,7 @@ def test_reset_frees_all_and_bytes_are_counted() -> None:
 
 
 def test_other_default_devices_and_dtypes() -> None:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.set_default_device("meta")
-    try:
+    with defaults("meta", torch.float64):
         states = make(2, 1)
         states.admit("a")
         write(states, "a", 4)
@@ -206,9 +204,6 @@ def test_other_default_devices_and_dtypes() -> None:
         states.swap_in("a")
         assert read(states, "a") == [4]
         assert [(t.device.type, t.dtype) for t in states.tensors] == [("cpu", spec.dtype) for spec in SPECS]
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(before)
 
 
 def metadata_builder(**changes: Any) -> AttentionMetadataBuilder:

@@ -89,6 +89,7 @@ STATES: dict[str, State] = {
     "inference mode": torch.inference_mode,
     "deterministic algorithms": _deterministic,
     "a function mode": _InHalf,
+    "matmul precision highest": _precision("highest"),
     "matmul precision high": _precision("high"),
     "matmul precision medium": _precision("medium"),
     "one thread": _threads(1),

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import paged_ops
 from paged_ops import layouts, metadata, reference, registry, testing
@@ -26,6 +27,36 @@ def test_no_state_changes_a_result(op, path, device):
     assert cases
     found = [line for case in cases for line in ambient.findings(op, case, device, path)]
     assert not found, "\n".join(found)
+
+
+class _Matmuls(TorchDispatchMode):
+    """Notes the matmuls of float32 operands."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name.endswith("mm") and any(each.dtype == torch.float32 for each in args if isinstance(each, torch.Tensor)):
+            self.seen.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", ["paged_attention_with_lse", "select_keys"])
+def test_float32_is_rounded_on_no_processor(op, monkeypatch):
+    """Only some processors round the operands of float32 matmuls if they may, but all run the same ops then."""
+    monkeypatch.setattr(ambient.fused, "compiled", lambda: None)
+    lowering = registry.lowering(op, "CPU")
+    seen = {}
+    for precision in "highest", "medium":
+        with ambient.STATES[f"matmul precision {precision}"](), _Matmuls() as matmuls:
+            for case in [case for name, case in CASES if name == op][::2]:
+                inputs = case.inputs()
+                lowering(*inputs.args, **inputs.kwargs)
+        seen[precision] = matmuls.seen
+    assert seen["highest"]
+    assert not seen["medium"]
 
 
 def in_torch(out):

@@ -12,7 +12,7 @@ from paged_ops import masks
 from paged_ops.features import Features
 from paged_ops.fp8 import dequantise_rows
 from paged_ops.layouts import PagedKV
-from paged_ops.lowerings.cpu import invariant
+from paged_ops.lowerings.cpu import invariant, processor
 from paged_ops.lowerings.cpu.cache import real_of
 
 # Gathered keys of one tile, in elements: 16 MiB of float32.
@@ -87,7 +87,8 @@ def _softmax(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, kept: Tensor, scale: float, f: Features
 ) -> tuple[Tensor, Tensor]:
     """Values ``[q, K, G, Dv]`` and lse ``[q, K, G]`` of rows ``q [q, K, G, D]``."""
-    logits = (q * scale) @ k.mT  # [q, K, G, n]
+    wide = processor.matmul_dtype()
+    logits = ((q * scale).to(wide) @ k.mT.to(wide)).float()  # [q, K, G, n]
     if f.soft_cap:
         logits = logits.div_(f.soft_cap).tanh_().mul_(f.soft_cap)
     if f.alibi_slopes is not None:
@@ -97,7 +98,7 @@ def _softmax(
     if f.sinks is not None:
         lse = torch.logaddexp(lse, f.sinks.view(q.shape[1:3]))
     weights = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
-    return weights @ v, lse
+    return (weights.to(wide) @ v.to(wide)).float(), lse
 
 
 def _by_segments(
