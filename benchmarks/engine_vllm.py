@@ -80,7 +80,9 @@ class Engine:
         # the same folder for the same shape: vLLM's cache of compiled graphs knows models by their path
         folder = Path(tempfile.gettempdir(), f"engine_vllm_{hashlib.sha256(written.encode()).hexdigest()[:16]}")
         folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(written)
+        own = folder / f"config.{os.getpid()}"
+        own.write_text(written)
+        own.replace(folder / "config.json")  # whole at any time: engines that start side by side read it
         sizes = [1, 2, 4, 8] if self.tiny else [1, 2, 4, 8, 16, 32, 64, 128, 256]
         on_cpu = args.cpu
         self.llm = LLM(

@@ -123,6 +123,7 @@ def constants(varied: str) -> Iterator[None]:
     from paged_ops.lowerings.gpu.attention.hopper import invariant
 
     with contextlib.ExitStack() as patched:
+        patched.callback(call.forget)  # also after an error, so that the next case has the constants of the module
         for each in varied.split():
             name, _, value = each.partition("=")
             if not hasattr(invariant, name):
@@ -130,7 +131,6 @@ def constants(varied: str) -> Iterator[None]:
             patched.enter_context(mock.patch.object(invariant, name, ast.literal_eval(value)))
         call.forget()
         yield
-        call.forget()
 
 
 def small(case: cases.Case) -> cases.Case:

@@ -60,8 +60,9 @@ def warm_up(
             as usual. Tensors must have the shapes, strides, dtypes and alignment of later calls, except for the numbers
             of tokens and sequences.
         sizes: pairs (tokens, sequences): also compile the attention kernels for batches of these sizes.
-        max_num_tokens, max_num_seqs: also compile the attention kernels for all batches up to these sizes. Set both or
-            neither.
+        max_num_tokens, max_num_seqs: also compile the attention kernels for all batches up to these sizes, except those
+            whose sequences all have the same few tokens, above one, as in speculation: name these in ``sizes``. Set
+            both or neither.
         wait: return when all kernels are compiled and loaded. Otherwise compilation continues in the background, and
             first launches load their kernels.
 

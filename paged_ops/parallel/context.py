@@ -180,7 +180,7 @@ def attend_with_gathered_heads(
         exchange: merges the ranks' parts.
         causal: whether the step's own tokens are masked causally.
         sinks: float32 ``[H]``, this rank's heads.
-        out: the result is written here.
+        out: contiguous; the result is written here.
 
     Raises:
         ValueError: more than one key/value head; engines shard heads before they shard tokens.

@@ -113,6 +113,7 @@ class Exchange:
         """
         W = self.group.size
         expect(part.shape[1] % W == 0, "part", f"a multiple of {W} ranks as the number of heads in [T, W·H, Dv]", part)
+        expect(out is None or out.is_contiguous(), "out", "a contiguous tensor", out)
         T, H = part.shape[0], part.shape[1] // W
         if W > 1 and self._serves(part, T, H):
             return self._by_memory(part, lse, H, out)

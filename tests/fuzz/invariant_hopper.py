@@ -26,8 +26,7 @@ def setting_of(number: int, seed: int, device: str) -> Setting:
     rng = random.Random(f"invariant_hopper/{seed}/{number}")
     drawn = invariant_batches.setting_of(number, seed, device)
     dtype, D, (K, G) = rng.choice(DTYPES), rng.choice((64, 128)), rng.choice(HEADS)
-    names = [each for each in FORMS if each != "x_packed" or D % 8 == 0]
-    forms = tuple(Form.draw(rng, rng.choice(names), rng.choice(BLOCKS), K, D, D, dtype) for _ in range(2))
+    forms = tuple(Form.draw(rng, rng.choice(FORMS), rng.choice(BLOCKS), K, D, D, dtype) for _ in range(2))
     features = {} if number % invariant_batches.PLANTED == 0 else rng.choice(MASKS)
     return dataclasses.replace(
         drawn, dtype=dtype, kind=dtype, K=K, G=G, D=D, Dv=D, features=features, path="fused", forms=forms

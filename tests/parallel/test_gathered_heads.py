@@ -108,3 +108,13 @@ def test_each_rank_has_what_the_whole_cache_gives(features, QUERY_LENS):
         wanted = expected(slice(rank * H, (rank + 1) * H))
         torch.testing.assert_close(result[:T], wanted[:T], atol=1e-5, rtol=1e-5)
         assert not result[T:].isnan().any()
+
+
+def test_results_with_gaps_are_refused():
+    """The kernel over symmetric memory writes contiguous rows."""
+    alone = Exchange(Rank(0, None))
+    alone.group.size = 1
+    part, lse, out = torch.zeros(3, H, D), torch.zeros(3, H), torch.ones(3, 2 * H, D)
+    with pytest.raises(ValueError, match="out: expected a contiguous tensor"):
+        alone.of_own_heads(part, lse, out[:, :H])
+    assert (out == 1).all()

@@ -89,7 +89,7 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
     if same and shapes.T > shapes.S:
         rows = WARPGROUP.value
     division = tuning.division(min(rows, WARPGROUP.value), shapes.S)
-    return M, loads_of(spec, shapes), division._replace(times=0, at_once=min(division.at_once, 1024)), shapes.S
+    return M, loads_of(spec, shapes), division._replace(times=0), shapes.S
 
 
 def loads_of(spec: Spec, shapes: Shapes) -> int:

@@ -56,6 +56,7 @@ REGISTERS, SCALED_REGISTERS = (80,), (144,)  # of these warps, and with the numb
 LATENT = gl.constexpr(latent.LATENT)
 # What a part, and a merge, cost besides the tiles, in tiles: see parts_of.
 START, MERGE = 1, 2
+MOST_ROWS = 1 << 16  # of the results of parts: 256 MiB
 
 APPLIES = frozenset({"latent", "selected", "selection", "causal", "window", "chunk", "float16", "bfloat16"})
 OF_SCALED_ROWS = frozenset({"row_scales", "float8_e4m3fn"})
@@ -77,7 +78,7 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
         return "selected_keys, block_tables or kv_cache: expected entries, block ids, and a multiple of 16 bytes"
     M = rows_of(spec)
     units = shapes.T * -(-spec.heads // M)
-    return shapes.T, tuning.division(M, shapes.S), parts_of(units, tiles_of(spec), target.processors)
+    return shapes.T, tuning.division(M, shapes.S), parts_of(units, tiles_of(spec), target.processors, MOST_ROWS // M)
 
 
 def rows_of(spec: Spec) -> int:
@@ -91,14 +92,15 @@ def tiles_of(spec: Spec) -> int:
     return -(-selection.entries * selection.block // latent.KEYS)
 
 
-def parts_of(units: int, tiles: int, programs: int) -> int:
-    """The number of parts of a list with the shortest time, a power of two; no part is empty."""
+def parts_of(units: int, tiles: int, programs: int, most: int) -> int:
+    """The number of parts of a list with the shortest time, a power of two; no part is empty. At most ``most``
+    parts in all, if lists are divided."""
 
     def cost(parts: int) -> int:
         rounds = -(-units * parts // programs)
         return rounds * (-(-tiles // parts) + START) + (MERGE if parts > 1 else 0)
 
-    powers = [1 << n for n in range(tiles.bit_length())]
+    powers = [1 << n for n in range(tiles.bit_length()) if n == 0 or units << n <= most]
     return min((n for n in powers if (n - 1) * -(-tiles // n) < tiles), key=cost)
 
 
