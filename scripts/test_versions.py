@@ -304,9 +304,9 @@ The GPU kernels were run and tuned with torch 2.11 and Triton 3.6. The same sour
 * Triton 3.8 and 3.9 need more registers. Where decode would spill, its tiles are smaller or have one key/value head
   rather than two, or fewer programs share a multiprocessor
   (`triton` in `paged_ops/lowerings/gpu/configs/attention_nvidia_h200.json`).
-* The Hopper kernels spill with Triton 3.9: 40 to 48 bytes for head size 128, 144 to 176 for 256, 184 in mixed batches;
-  heads of 64 have two consumers there rather than three. `spills` in `tests/aot/hopper.py` keeps it from
-  becoming more.
+* The Hopper kernels spill with Triton 3.9: 40 to 48 bytes for head size 128, 152 to 184 for 256, up to 256 in mixed
+  batches and 1024 in the batch-invariant kernel (464 with Triton 3.8); heads of 64 have two consumers there rather than
+  three. `spills` in `tests/aot/` keeps it from becoming more.
 * A Triton newer than 3.9 gets the plain Triton kernels and Triton's own launches until its Gluon is known
   (`NEWEST_KNOWN` in `paged_ops/lowerings/gpu/target.py`).
 """

@@ -87,7 +87,7 @@ VARIANTS = [
         targets=NOT_HOPPER,
     ),
     Variant("latent-invariant-h128", attend(128, batch_invariant=True), may_spill=("cuda",), targets=("cuda:90",)),
-    Variant("latent-selected-invariant-h16", selecting(16, batch_invariant=True), may_spill=RDNA, targets=("cuda:90",)),
+    Variant("latent-selected-invariant-h16", selecting(16, batch_invariant=True), may_spill=RDNA, spills={(3, 8): 16}, targets=("cuda:90",)),
     Variant("latent-h16-b16", attend(16, dtype=FP16, B=16), SPLIT, targets=("cuda:80", "hip:gfx942")),
     Variant(
         "latent-fp32-h16", attend(16, dtype=FP32), spills={(3, 6): 8, (3, 9): 16}, targets=("cuda:90", "hip:gfx942")
@@ -109,6 +109,7 @@ VARIANTS = [
     Variant(
         "latent-index-blocks",
         indexing(4, T=64, per_head=True, pool="max", block_size=128, local_blocks=1),
+        spills={(3, 8): 8},
         targets=("cuda:90",),
     ),
 ]
