@@ -43,6 +43,7 @@ def inputs(call, dtype):
 
 def run(rank, places, dtype, kind, two_shot, pipe):
     try:
+        fused_allreduce._PER_PROCESSOR = 2  # programs, each with several rows
         norms, results = kind != "sum", []
         for call, rows in enumerate(ROWS):
             parts, residual, weight = inputs(call, dtype)
@@ -57,7 +58,6 @@ def run(rank, places, dtype, kind, two_shot, pipe):
                 normed if norms else None,
                 places,
                 two_shot=two_shot,
-                programs=2,
                 **KINDS[kind],
                 **inner,
             )
