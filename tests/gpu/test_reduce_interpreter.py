@@ -43,7 +43,6 @@ def inputs(call, dtype):
 
 def run(rank, places, dtype, kind, two_shot, pipe):
     try:
-        fused_allreduce._PER_PROCESSOR = 2  # programs, each with several rows
         norms, results = kind != "sum", []
         for call, rows in enumerate(ROWS):
             parts, residual, weight = inputs(call, dtype)
