@@ -1,4 +1,4 @@
-"""The calls that the TPU's kernels are tested with, interpreted by Pallas and on a TPU, and the compiled cases of all ops."""
+"""The calls that tests of the TPU's kernels share, in Pallas' interpret mode and on a TPU, and the compiled cases."""
 
 import torch
 
