@@ -7,16 +7,13 @@ advance to the next token), milliseconds without those two, the roofline, the mo
 power of the GPU while it ran. Before a point is timed, its logits are compared with a step that is neither compiled nor
 captured and attends by the float32 reference.
 
-Variants of the plain model, ``examples/compile_decode.py``: ``default`` compiles without autotuning; ``descent`` tunes
-generated kernels, and makes matmuls of one row generated kernels; ``autotune`` also times Triton's matmuls against
-cuBLAS's; ``overlapping`` has this package's matmuls of few rows; ``no_attention`` writes the cache and does
-not read it; ``static`` is the same model with an unpaged cache and SDPA as PyTorch chooses. In the points with a ``+``
-all sequences share that number of first tokens: ``cascade`` reads them once for all, ``default`` does not.
-``transformers`` is the model of that library with this package's attention, projections fused, layers compiled, and
-matmuls of few rows, ``transformers_descent`` with tuned kernels instead of these; ``transformers_static`` the same
+Variants of the plain model, ``examples/compile_decode.py``: ``default`` is not autotuned; ``overlapping`` has
+this package's matmuls of few rows; ``no_attention`` writes the cache and does not read it; ``static`` is the same model
+with an unpaged cache and SDPA as PyTorch chooses. In the points with a ``+`` all sequences share that number of first
+tokens: ``cascade`` reads them once for all, ``default`` does not. ``transformers`` is the model of that library with
+this package's attention, projections fused, layers compiled, and matmuls of few rows; ``transformers_static`` the same
 model as that library runs it fastest by itself: a static cache, ``torch.compile(mode="reduce-overhead")``.
-
-``--cold`` times the first step of a process with empty caches instead: compilation, and loading the result.
+``--options`` are inductor's, such as ``{"max_autotune": true}``. ``host.py`` times the first step from empty caches.
 """
 
 from __future__ import annotations
@@ -28,9 +25,7 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -61,19 +56,14 @@ PREFIXES = {"64x8192+256": 8192, "64x2048+256": 2048}
 SHARING = {"64x8192+256": (64, 8448), "64x2048+256": (64, 2304)}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
-    "descent": {"coordinate_descent_tuning": True},
-    "autotune": {"max_autotune": True, "coordinate_descent_tuning": True},
     "overlapping": {"triton.enable_pdl": True},
     "no_attention": {},
     "static": {},
     "cascade": {},
     "transformers": {"triton.enable_pdl": True},
-    "transformers_descent": {"coordinate_descent_tuning": True},
     "transformers_static": {},
 }
-PAGED = "transformers", "transformers_descent"
-COLD = ("plain", "transformers", "transformers_whole")
-BLOCK_SIZE, REPLAYS = 16, 40
+BLOCK_SIZE, REPLAYS, STEPS_PROFILED = 16, 40, 3
 BYTES_PER_SECOND, FLOPS = 4556e9, 700e12
 PARTS = {  # parts of a step, by the names of their kernels
     "attention": "split_kernel|merge_kernel|(prefill|dense|mixed|shares|decode)_kernel|paged_attention|attn|flash|fmha",
@@ -178,12 +168,11 @@ class Models:
             self._kind = kind
             if kind == "overlapping":
                 use_overlapping_products(self._model)
-            elif kind in PAGED:
+            elif kind == "transformers":
                 fuse_projections(self._model)
-                if kind == "transformers":
-                    use_overlapping_products(self._model)
+                use_overlapping_products(self._model)
                 self._model = integration.PagedCausalLM(self._model)
-        if kind in PAGED:
+        if kind == "transformers":
             self._model.compile_layers(dynamic=False, options=options)
         elif kind != "transformers_static":
             layer_type = LAYERS.get(variant, Layer)
@@ -286,20 +275,21 @@ def time_products(c: Config, rows: int) -> float:
     return time_replays(graph)[0]
 
 
-def kernels(run: Callable[[], Any], steps: int = 3) -> list[tuple[str, float, float]]:
+def kernels(run: Callable[[], Any]) -> list[tuple[str, float, float]]:
     """(name, launches a step, µs a step) of each kernel, by time."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(steps):
+        for _ in range(STEPS_PROFILED):
             run()
         torch.cuda.synchronize()
     total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for event in profiler.events():
         total[event.name][0] += 1
-        total[event.name][1] += event.device_time_total / steps
+        total[event.name][1] += event.device_time_total / STEPS_PROFILED
     return sorted(
-        ((name[:90], round(n / steps, 1), round(us, 1)) for name, (n, us) in total.items()), key=lambda row: -row[2]
+        ((name[:90], round(n / STEPS_PROFILED, 1), round(us, 1)) for name, (n, us) in total.items()),
+        key=lambda row: -row[2],
     )
 
 
@@ -409,34 +399,6 @@ def measure_transformers_static(models: Models, point: str) -> dict[str, Any]:
     return record
 
 
-def cold(kind: str) -> dict[str, Any]:
-    """Seconds until the first step of 16 sequences is through, in a process that has compiled nothing."""
-    c, S = LLAMA_8B, 16
-    if kind == "plain":
-        model: Any = make_model(c).compile_parts(dynamic=True)
-    else:
-        model = transformers_model(c)
-        fuse_projections(model)
-        model = integration.PagedCausalLM(model)
-        model = model.compile_layers(dynamic=True) if kind == "transformers" else torch.compile(model, fullgraph=True)
-    options: dict[str, Any] = dict(dtype=torch.bfloat16, device="cuda")
-    kv_cache = KVCache(c.layers, 256, BLOCK_SIZE, c.kv_heads, c.head_size, **options)
-    run = DecodeGraphs(model, kv_cache, max_num_seqs=S, seq_sizes=[S], mode="FULL_DECODE_ONLY")
-    torch.cuda.synchronize()
-    report = run.capture()
-    return {"cold": kind, "seconds": round(report.seconds, 2), "graphs": report.graphs}
-
-
-def cold_elsewhere(kind: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
-        command = [sys.executable, __file__, "--cold-here", kind]
-        done = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return record
-
-
 def print_table(records: list[dict[str, Any]]) -> None:
     points = [point for point in POINTS | SHARING if any(r.get("point") == point for r in records)]
     print(f"{'ms a step':22}" + "".join(f"{point:>14}" for point in points))
@@ -454,15 +416,10 @@ def main() -> None:
     parser.add_argument("--check", nargs="*", default=["1x1024", "16x4096"], help="points whose logits are compared")
     parser.add_argument("--profile", nargs="*", default=[], help="points with a table per kernel")
     parser.add_argument("--options", type=json.loads, default={}, help="of inductor, on top of each variant's: JSON")
-    parser.add_argument("--cold", nargs="*", default=[], choices=COLD, help="models whose compilation to time")
-    parser.add_argument("--cold-here", choices=COLD, help=argparse.SUPPRESS)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path, default=Path(os.devnull), help="a file of JSON lines to append to")
     args = parser.parse_args()
     torch.manual_seed(0)
-    if args.cold_here:
-        print(json.dumps(cold(args.cold_here)))
-        return
     about = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -477,12 +434,10 @@ def main() -> None:
         with args.out.open("a") as out:
             out.write(json.dumps(record | about) + "\n")
         numbers = {key: f"{value:.4g}" for key, value in record.items() if isinstance(value, (float, int))}
-        print(*(record[key] for key in ("cold", "point", "variant") if key in record), numbers, flush=True)
+        print(record["point"], record["variant"], numbers, flush=True)
         for name, launches, us in record.get("kernels", [])[:25]:
             print(f"  {us:8.1f} µs {launches:6.1f}x  {name}", flush=True)
 
-    for kind in args.cold:
-        add(cold_elsewhere(kind))
     chosen = [each.partition(":") for each in args.variants]
     plan = [(name, point, False) for name, _, at in chosen for point in (at.split(",") if at else args.points)]
     rows = sorted({(POINTS | SHARING)[point][0] for _, point, _ in plan})
@@ -492,9 +447,7 @@ def main() -> None:
     tokens = max(S * (context + 2 * REPLAYS + 2 * BLOCK_SIZE) for S, context in POINTS.values())
     c = LLAMA_8B
     options: dict[str, Any] = dict(dtype=torch.bfloat16, device="cuda")
-    kv_cache = KVCache(
-        c.layers, (tokens // BLOCK_SIZE + 300) * bool(rows), BLOCK_SIZE, c.kv_heads, c.head_size, **options
-    )
+    kv_cache = KVCache(c.layers, tokens // BLOCK_SIZE + 300, BLOCK_SIZE, c.kv_heads, c.head_size, **options)
     for layer in kv_cache.layers:
         layer.normal_()
     # Once the profiler has run, launches cost the host more until the process ends: it comes last.

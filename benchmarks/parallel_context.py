@@ -162,7 +162,7 @@ def captured_exchange(run: Run) -> None:
 class Long:
     """A cache of S sequences of ``longest`` tokens, whole and this rank's part."""
 
-    def __init__(self, run: Run, S: int, longest: int, q_len: int = 1) -> None:
+    def __init__(self, run: Run, S: int, longest: int) -> None:
         device, W = run.device, run.size
         columns = longest // (B * W)
         generator = torch.Generator(device).manual_seed(S)
@@ -175,8 +175,8 @@ class Long:
         mine = self.tables.view(S, columns, W)[:, :, run.rank].flatten().long()
         for target, source in zip(self.own_tables.flatten().long().split(4096), mine.split(4096), strict=True):
             self.mine[target] = self.whole[source]
-        self.query = torch.randn(CALLS, S * q_len, H, D, generator=generator, device=device).to(BF16)
-        self.starts = torch.arange(S + 1, dtype=torch.int32, device=device) * q_len
+        self.query = torch.randn(CALLS, S, H, D, generator=generator, device=device).to(BF16)
+        self.starts = torch.arange(S + 1, dtype=torch.int32, device=device)
         self.lens = torch.zeros(S, dtype=torch.int32, device=device)
         self.own_lens = torch.zeros_like(self.lens)
         self.shard = TokenShard(run.rank, W)
@@ -264,14 +264,6 @@ def attention(run: Run, S: int, longest: int) -> None:
     )
 
 
-def tiled(part: Tensor, lse: Tensor, places: Any, rows: int, n: int) -> Tensor:
-    from paged_ops.lowerings.gpu import merge_ranks
-
-    out, total = torch.empty_like(part), torch.empty_like(lse)
-    merge_ranks.exchange(part, lse, out, total, places, rows=rows)
-    return out
-
-
 def exchange_alone(run: Run) -> None:
     us: dict[str, dict[str, float]] = {}
     for T in (1, 8, 64, 128):
@@ -283,10 +275,6 @@ def exchange_alone(run: Run) -> None:
                 part, lse
             ),
         }
-        places = run.context.exchange._places
-        if places is not None:
-            for rows in (2, 4, 8, 16):
-                kinds[f"tiles of {rows}"] = functools.partial(tiled, part, lse, places, rows)
         us[str(T)] = {}
         for name, call in kinds.items():
             graph, _ = capture(call, 64)

@@ -555,7 +555,11 @@ def test_what_lies_before_all_rows_windows_reaches_none(D, dtype, masks, monkeyp
     ],
     ids=str,
 )
-@pytest.mark.parametrize("sizes", [(192, 128), (192, None), (96, None), (80, None), (112, None), (128, 64)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(192, 128), (128, 64), (96, 64), (256, 128), (224, 208), *((D, None) for D in (80, 96, 112, 160, 192, 256))],
+    ids=str,
+)
 def test_head_sizes(sizes, options, monkeypatch):
     D, Dv = sizes
     check_against_triton(LONG + SHORT, 32, 8, dense.SHORT, monkeypatch, D, Dv, **options)

@@ -57,7 +57,6 @@ def run(rank, places, dtype, kind, two_shot, pipe):
                 normed if norms else None,
                 places,
                 two_shot=two_shot,
-                programs=2,
                 **KINDS[kind],
                 **inner,
             )

@@ -1,7 +1,9 @@
-"""The calls that the TPU's kernels are tested with, in Pallas' interpret mode and on a TPU."""
+"""The calls that tests of the TPU's kernels share, in Pallas' interpret mode and on a TPU, and the compiled cases."""
 
 import torch
 
+from paged_ops import testing
+from paged_ops.lowerings import tpu
 from paged_ops.testing import BATCHES, F8_E4M3, F8_E5M2, FEATURES, AttentionCase, CacheSpec, WriteCase
 
 
@@ -42,3 +44,18 @@ WRITES = [
     writes("only-padding", skip=1),
     writes("two-tiles", tokens=200, num_blocks=20, skip=7, num_kv_heads=1, dtype=BF16),
 ]
+
+# (op, case): what the lowering serves, and what it refuses.
+COMPILED = [
+    (name, testing.case_named(name, case))
+    for name, cases in testing.COMPILED.items()
+    if hasattr(tpu, name)
+    for case in cases
+]
+REFUSED = [
+    (name, case)
+    for name, case in COMPILED
+    if ("rows" in case.name and not name.endswith("blocks"))
+    or case.name.startswith(("invariant", "selected", "latent-selected", "index-"))
+]
+CASES = [each for each in COMPILED if each not in REFUSED]

@@ -13,20 +13,8 @@ import torch
 from paged_ops import registry, testing
 from paged_ops.lowerings import tpu
 from paged_ops.lowerings.tpu import functional
+from tests.xla.cases import CASES, REFUSED
 
-COMPILED = [
-    (name, testing.case_named(name, case))
-    for name, cases in testing.COMPILED.items()
-    if hasattr(tpu, name)
-    for case in cases
-]
-REFUSED = [
-    (name, case)
-    for name, case in COMPILED
-    if ("rows" in case.name and not name.endswith("blocks"))
-    or case.name.startswith(("invariant", "selected", "latent-selected", "index-"))
-]
-CASES = [each for each in COMPILED if each not in REFUSED]
 FUNCTIONAL = [
     (name, case) for name, case in CASES if not testing.mutated_arguments(name) and name != "cascade_attention"
 ]

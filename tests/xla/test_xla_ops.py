@@ -12,23 +12,9 @@ import torch_xla.debug.metrics as metrics
 
 import paged_ops
 from paged_ops import registry, testing
-from paged_ops.lowerings import tpu
+from tests.xla.cases import CASES, REFUSED
 
 pytestmark = pytest.mark.xla
-
-COMPILED = [
-    (name, testing.case_named(name, case))
-    for name, cases in testing.COMPILED.items()
-    if hasattr(tpu, name)
-    for case in cases
-]
-REFUSED = [
-    (name, case)
-    for name, case in COMPILED
-    if ("rows" in case.name and not name.endswith("blocks"))
-    or case.name.startswith(("invariant", "selected", "latent-selected", "index-"))
-]
-CASES = [each for each in COMPILED if each not in REFUSED]
 
 
 @pytest.mark.parametrize(("name", "case"), REFUSED, ids=[f"{name}-{case.name}" for name, case in REFUSED])

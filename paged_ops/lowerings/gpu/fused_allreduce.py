@@ -108,19 +108,16 @@ def reduce_rows(
     inner_weight: Tensor | None = None,
     inner_eps: float = 0.0,
     two_shot: bool = False,
-    programs: int | None = None,
-    num_warps: int | None = None,
-    overlaps: bool = True,
 ) -> None:
     """Fill ``summed`` and, given a weight, ``normed``, as ``paged_ops.ops.all_reduce_add_norm``; all contiguous.
 
-    Without places ``x`` is the sum already. ``programs``, ``num_warps`` and ``overlaps`` are for measurements.
+    Without places ``x`` is the sum already.
     """
     C = x.shape[-1]
     T = x.numel() // max(C, 1)
     if not T:
         return
-    how = weight_offset, rounds_first, two_shot, programs, num_warps, overlaps
+    how = weight_offset, rounds_first, two_shot
     weights = None if weight is None else weight.dtype, None if inner_weight is None else inner_weight.dtype
     R, W, rank = (1, 1, 0) if places is None else (*places.by_rank[0].shape[1:3], places.rank)
     launcher, most = _launcher(C, R, W, rank, x.dtype, weights, residual is not None, how, x.device)
@@ -137,16 +134,14 @@ def _launcher(
     dtype: torch.dtype,
     weights: tuple[torch.dtype | None, torch.dtype | None],
     adds: bool,
-    how: tuple[Any, ...],
+    how: tuple[float, bool, bool],
     device: torch.device,
 ) -> tuple[Launcher, int]:
     """The kernel for this kind of call, and its largest number of programs."""
     target = target_of(device)
-    weight_offset, rounds_first, two_shot, programs, num_warps, overlaps = how
+    weight_offset, rounds_first, two_shot = how
     BLOCK = triton.next_power_of_2(C)
-    num_warps = _warps(BLOCK, dtype) if num_warps is None else num_warps
-    if programs is None:
-        programs = max(1, target.processors) * _PER_PROCESSOR
+    num_warps = _warps(BLOCK, dtype)
     constants = {
         "C": C,
         "BLOCK": BLOCK,
@@ -160,10 +155,10 @@ def _launcher(
         "NORMS": weights[0] is not None,
         "NORMS_SUM": weights[1] is not None,
         "num_warps": num_warps,
-        **(target.overlap() if overlaps else {"PDL": False}),
+        **target.overlap(),
     }
     constants |= _residency(target, num_warps)
-    return Launcher(reduce_kernel, constants, device), programs
+    return Launcher(reduce_kernel, constants, device), max(1, target.processors) * _PER_PROCESSOR
 
 
 def gather_columns(x: Tensor, out: Tensor, places: Places) -> None:

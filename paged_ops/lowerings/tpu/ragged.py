@@ -273,6 +273,6 @@ def _kernel_reasons(asked: dict[str, Any]) -> list[str]:
     return reasons
 
 
-def pad_head_size(tensor: Tensor, head_size: int = KERNEL_HEAD_SIZE) -> Tensor:
-    """``[..., D]`` padded with zeros to ``head_size``. Padded query, key and value give the padded output."""
-    return torch.nn.functional.pad(tensor, (0, head_size - tensor.shape[-1]))
+def pad_head_size(tensor: Tensor) -> Tensor:
+    """``[..., D]`` padded with zeros to the kernel's head size. Padded query, key and value give the padded output."""
+    return torch.nn.functional.pad(tensor, (0, KERNEL_HEAD_SIZE - tensor.shape[-1]))

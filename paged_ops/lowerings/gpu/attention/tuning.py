@@ -216,14 +216,14 @@ def choose_tiles(
     return Tiles(split, slices, 2 if together else 1, prefill, programs, all_split)
 
 
-def latent_tile(spec: Spec, target: Target, T: int, S: int, of_rows: str = "rows") -> tuple[Tile, int]:
-    """The tile and the number of programs of latent.py for T rows of H heads in S sequences. ``of_rows``: the kind of
-    rows that hold their scales, where instructions convert fp8: the scales take registers."""
+def latent_tile(spec: Spec, target: Target, T: int, S: int) -> tuple[Tile, int]:
+    """The tile and the number of programs of latent.py for T rows of H heads in S sequences. fp8 rows that hold their
+    scales have tiles of their own: the scales take registers."""
     rows = max(16, power_of_2(-(-T // S)) * power_of_2(spec.heads))
     if target.device.type == "cpu":
         return Tile(min(rows, 64), 16, 4, 1), INTERPRETER_PROGRAMS
     kind = element_kind(spec.dtype, spec.storage.dtype)
-    numbers = target.tiles["latent"][of_rows if kind == "fp8" and spec.storage.row_scales else kind]
+    numbers = target.tiles["latent"]["rows" if kind == "fp8" and spec.storage.row_scales else kind]
     M = min(rows, max(map(int, numbers)))
     N, warps, stages, per_sm = numbers[str(M)]
     # Block ids are loaded first, which on CUDA takes every second stage.
