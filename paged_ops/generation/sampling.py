@@ -157,9 +157,16 @@ def choose(
     return Choices(found, stops, _logprobs(logits, rows, found, requests))
 
 
+def by_kernels(logits: Tensor) -> bool:
+    """Whether kernels of this package choose from these logits, and not torch's ops."""
+    return logits.is_cuda
+
+
 def try_draws(logits: Tensor, num_rows: int) -> Callable[[], None]:
     """Begins to compile the kernels that draw from rows like ``logits [S, V]`` on a GPU. The function that it returns
     chooses tokens in every way, which loads these kernels and those of torch; some depend on the number of rows."""
+    if not by_kernels(logits):
+        return lambda: None
     from paged_ops.lowerings.gpu.draw import draw_rows
     from paged_ops.lowerings.gpu.penalties import penalized
 
@@ -191,7 +198,7 @@ def _changes_scores(request: Request) -> bool:
 
 def _likeliest(scores: Tensor) -> tuple[Tensor, Tensor]:
     """The largest of each row of scores ``[R, V]``, and its token; NaN in a row with NaN."""
-    if not scores.is_cuda:
+    if not by_kernels(scores):
         return scores.max(-1)
     from paged_ops.lowerings.gpu.draw import likeliest
 
@@ -221,11 +228,11 @@ def _penalized(
     """The scores of these rows of logits ``[R, V]``, float32, after the penalties of their requests. The ends of
     sequences that are too short are hidden. Adds tensors to ``in_use`` whose addresses kernels have."""
     lowered = [k for k, request in enumerate(requests) if request.settings.has_penalties]
-    if lowered and logits.is_cuda:
+    if lowered and by_kernels(logits):
         scores = _penalized_by_kernels(logits, rows, requests, before, in_use)
     else:
         scores = logits[on_device(rows, torch.int64, logits.device)].float()
-    if lowered and not logits.is_cuda:
+    if lowered and not by_kernels(logits):
         index = on_device(lowered, torch.int64, scores.device)
         some, part = [requests[k] for k in lowered], scores[index]
         penalize(
@@ -285,7 +292,7 @@ def _draw(logits: Tensor, best: Tensor, rows: Sequence[int], requests: Sequence[
         dtype=torch.float64,
         device="cpu",
     )
-    if logits.is_cuda:
+    if by_kernels(logits):
         from paged_ops.lowerings.gpu.draw import draw_rows
 
         return draw_rows(logits, best, rows, keys, top_k, inverse_of(temperature), top_p, min_p)

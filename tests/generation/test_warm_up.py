@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
 
 ROOT = Path(__file__).parents[2]
-MODELS = ("dense", "windowed", "latent", "states", "invariant")
+MODELS = ("dense", "windowed", "latent", "states", "invariant", "invariant wide", "indexed", "block_indexed")
 
 
 def run(module: str, *arguments: str, **env: str) -> list[dict[str, Any]]:
@@ -43,9 +43,9 @@ def test_gpu_kernels_are_those_of_warm_up(num_steps: int) -> None:
     every = run("tests.generation.warm_loops", str(num_steps), *MODELS, *faults)
     assert [found["case"] for found in every] == [*MODELS, *faults]
     for found in every[: len(MODELS)]:
-        assert 5 <= len(found["warm"]) <= 40
+        assert 5 <= len(found["warm"]) <= 50
         assert found["sizes"] >= 30
-        assert found["stats"]["swapped_out"]
+        assert found["stats"]["swapped_out"] and found["stats"]["overlapped_steps"]
         assert bool(found["stats"]["cached_tokens"]) == (found["case"] != "states")
         expect_nothing_later(found)
     for found in every[len(MODELS) :]:  # the test can fail
