@@ -182,9 +182,10 @@ def load(loop: Any, num_steps: int, seed: int) -> None:
 
     rng, shared = random.Random(seed), list(range(50))
     running: list[int] = []
-    overlapping = [how for how in CHOICES if not IN_TURN & how.keys()]
+    served = [how for how in CHOICES if not (loop._model.refuses_prompt_logprobs and "prompt_logprobs" in how)]
+    overlapping = [how for how in served if not IN_TURN & how.keys()]
     for i in range(num_steps):
-        choices = overlapping if i // 100 % 2 else CHOICES
+        choices = overlapping if i // 100 % 2 else served
         if i % 100 == 0:
             for request in running:
                 loop.abort(request)
@@ -192,12 +193,12 @@ def load(loop: Any, num_steps: int, seed: int) -> None:
             n = rng.choice([1, 2, 15, 16, 17, 100, 300, 600, 600])
             prompt = (shared if rng.random() < 0.3 else []) + [rng.randrange(V) for _ in range(rng.randint(1, n))]
             n, most, how = (
-                rng.choice([1, 1, 1, 3]) if choices is CHOICES else 1,
+                rng.choice([1, 1, 1, 3]) if choices is served else 1,
                 rng.choice([1, 10, 40, 80]),
                 rng.choice(choices),
             )
             params = SamplingParams(max_new_tokens=most, stop_token_ids=(), n=n, **how)
-            running.append(loop.submit(prompt[: LONGEST - 80], params))
+            running.append(loop.submit(prompt[: loop.max_model_len - 80], params))
             if len(running) > 60:
                 break
         if running and rng.random() < 0.05:
