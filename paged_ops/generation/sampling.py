@@ -313,12 +313,11 @@ def _draw(logits: Tensor, best: Tensor, rows: Sequence[int], requests: Sequence[
     if by_kernels(logits):
         from paged_ops.lowerings.gpu.draw import draw_rows
 
-        limits = [each.limits for each in some]
-        return draw_rows(
-            logits,
-            best,
-            [(row, key, min(k, V), *more) for row, key, (k, *more) in zip(rows, keys, limits, strict=True)],
-        )
+        draws = []
+        for row, key, settings in zip(rows, keys, some, strict=True):
+            k, inverse, top_p, min_p = settings.limits
+            draws.append((row, key, min(k, V), inverse, top_p, min_p))
+        return draw_rows(logits, best, draws)
     top_k = [min(each.top_k, V) for each in some]
     temperature, top_p, min_p = torch.tensor(
         [[each.temperature for each in some], [each.top_p for each in some], [each.min_p for each in some]],

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
 
 ROOT = Path(__file__).parents[2]
-MODELS = ("dense", "windowed", "latent", "states", "invariant", "invariant wide", "indexed", "block_indexed")
+MODELS = ("dense", "windowed", "latent", "states", "invariant", "invariant_wide", "indexed", "block_indexed")
 
 
 def run(module: str, *arguments: str, **env: str) -> list[dict[str, Any]]:

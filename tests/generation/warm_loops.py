@@ -124,9 +124,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "latent": latent,
     "states": states,
     "invariant": gpt_oss,
-    "invariant dense": llama,
+    "invariant_dense": llama,
     "wide": functools.partial(llama, head_dim=512),
-    "invariant wide": functools.partial(llama, head_dim=512),
+    "invariant_wide": functools.partial(llama, head_dim=512),
     "indexed": indexed,
     "block_indexed": block_indexed,
 }
