@@ -305,6 +305,7 @@ PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.5}
         ([PENALTIES], LOWER),
         ([{**PENALTIES, "temperature": 1.0}], [*LOWER, "table", "draw"]),
         ([{}, {"temperature": 1.0}], [*DRAW, "table", "index_put_"]),
+        ([{}, PENALTIES], [*LOWER, "likeliest", "table", "index_add_", "index_put_"]),
     ],
     ids=str,
 )

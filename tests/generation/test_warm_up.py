@@ -36,7 +36,7 @@ def expect_nothing_later(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_steps", [250])
+@pytest.mark.parametrize("num_steps", [100])
 def test_gpu_kernels_are_those_of_warm_up(num_steps: int) -> None:
     """On an imitated H200: Triton is asked for no kernel in random steps."""
     faults = ("latent without prompts", "dense without sizes")
