@@ -1,7 +1,7 @@
 """What ``GenerationLoop.warm_up`` takes with empty caches, and what is compiled after it: nothing.
 
     python benchmarks/warm_up.py --out DIR [--modes eager captured] [--layers 4] [--steps 300]
-    python benchmarks/warm_up.py --out DIR --modes --models dense windowed latent states --steps 10000
+    python benchmarks/warm_up.py --out DIR --modes --models dense windowed latent states indexed --steps 10000
 
 Each mode is a process of its own with empty caches: the layers of Llama-3-8B's shape (a few of them, random weights),
 eager, or compiled whole with captured decodes. It prints the seconds of ``warm_up`` by phase, then runs random requests
@@ -181,7 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
-    parser.add_argument("--models", nargs="*", choices=["dense", "windowed", "latent", "states"], default=[])
+    parser.add_argument("--models", nargs="*", default=[], help="of warm_loops.MODELS")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--here", action="store_true", help="in this process, with its caches")

@@ -18,6 +18,7 @@ Letters: R rows, V vocabulary.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -127,6 +128,12 @@ def inverse_of(temperature: Tensor) -> Tensor:
     return temperature.clamp(_COLDEST, _HOTTEST).float().reciprocal()
 
 
+def bits_of(number: float) -> int:
+    """The bits of a float64, as a signed integer: kernels get tables of integers."""
+    bits: int = struct.unpack("q", struct.pack("d", number))[0]
+    return bits
+
+
 def log_softmax(scores: Tensor) -> Tensor:
     """Of float32 ``[R, V]``. The bits of a row do not depend on the other rows."""
     return torch.log_softmax(_aligned(scores), -1)[:, : scores.shape[-1]]
@@ -141,10 +148,17 @@ def _aligned(scores: Tensor) -> Tensor:
 
 def random_key(seed: int, sample: int, position: int) -> int:
     """A key for :func:`draw`, as a signed 64-bit number: equal arguments, equal random numbers."""
-    key = 0
-    for number in (seed, sample, position):
-        key = _mixed((key ^ number) + _STRIDE & _ALL)
-    return key - (key >> 63 << 64)
+    return key_at(key_of(seed, sample), position)
+
+
+def key_of(seed: int, sample: int) -> int:
+    """The part of :func:`random_key` that all positions share."""
+    return _joined(_joined(0, seed), sample)
+
+
+def key_at(key: int, position: int) -> int:
+    """:func:`random_key`, from :func:`key_of`."""
+    return _signed(_joined(key, position))
 
 
 def uniforms(keys: Tensor) -> Tensor:
@@ -190,6 +204,10 @@ _ALL = 2**64 - 1
 _STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
+
+
+def _joined(key: int, number: int) -> int:
+    return _mixed((key ^ number) + _STRIDE & _ALL)
 
 
 def _mixed(bits: int) -> int:

@@ -114,11 +114,10 @@ class ModelRunner:
         )
         logits = first.run_padding()
         # The step is compiled while other processes compile kernels: nothing waits for these before.
-        draws = try_draws(logits, self._max_num_seqs) if logits.is_cuda else None
+        draws = try_draws(logits, self._max_num_seqs)
         place = _place(self._weights_version())
         self.graphs.capture(None if on_capture is None else lambda done, total, _: on_capture(done, total))
-        if draws is not None:
-            draws()
+        draws()
         self._captured_place = place
 
     def run(self, batch: Batch, input_ids: list[int] | Tensor, more_rows: Sequence[int]) -> Tensor:

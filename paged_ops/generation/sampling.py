@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from paged_ops.checks import expect
-from paged_ops.generation.distribution import draw, inverse_of, log_softmax, on_device, penalize
+from paged_ops.generation.distribution import draw, log_softmax, on_device, penalize
 from paged_ops.generation.params import TokenLogprobs
 from paged_ops.generation.request import Request
+from paged_ops.generation.settings import Settings
 from paged_ops.lowerings.warm_up import warm_up
 
 _MOST_SCORES = 2**24  # that are drawn from at a time, which bounds the memory of their probabilities
@@ -118,33 +119,21 @@ def choose(
         logits_of = logits[on_device(rows, torch.int64, device)]
     else:
         logits_of = logits
-    best, tokens = _likeliest(logits_of)
     special = [i for i, request in enumerate(requests) if request.is_special]
-    if not special:
-        return Chosen(best, tokens, requests)
     changed = [i for i in special if _changes_scores(requests[i])]
-    is_changed = set(changed)
-    drawn = [i for i in special if requests[i].settings.temperature and i not in is_changed]
-    some = [requests[i] for i in changed]
-    if len(drawn) == len(requests):
-        tokens = _draw(logits_of, best, drawn, requests)
-    elif drawn:
-        tokens[on_device(drawn, torch.int64, device)] = _draw(logits_of, best, drawn, requests)
-    scores, in_use = logits_of[:0], list[Tensor]()
+    some, scores, in_use = [requests[i] for i in changed], logits_of, list[Tensor]()
     if changed:
         scores = _penalized(logits_of, changed, some, before, in_use)
-        best_changed, chosen = _choose_changed(scores, some)
-        # A row with NaN has no token, even if a processor has hidden the NaN, unless that is what was asked for.
-        best = best.double()
-        replaced = [i for i in changed if requests[i].settings.replaces_nan]
-        if replaced:
-            best[on_device(replaced, torch.int64, device)] = 0
-        if len(changed) == len(requests):
-            best, tokens = best + best_changed, chosen
-        else:
-            at = on_device(changed, torch.int64, device)
-            best[at] += best_changed
-            tokens[at] = chosen
+    if some and len(some) == len(requests) and not any(map(_may_hide, some)):
+        best, tokens = _choose_changed(scores, some)  # which shows every NaN
+    else:
+        best, tokens = _likeliest(logits_of)
+        is_changed = set(changed)
+        drawn = [i for i in special if requests[i].settings.temperature and i not in is_changed]
+        if drawn:
+            tokens = _with_draws(tokens, logits_of, best, drawn, requests)
+        if changed:
+            best, tokens = _with_changed(best, tokens, changed, some, *_choose_changed(scores, some))
     result = Chosen(best, tokens, requests, in_use)
     if not any(requests[i].is_read_at_once for i in special):
         return result
@@ -157,9 +146,16 @@ def choose(
     return Choices(found, stops, _logprobs(logits, rows, found, requests))
 
 
+def by_kernels(logits: Tensor) -> bool:
+    """Whether kernels of this package choose from these logits, and not torch's ops."""
+    return logits.is_cuda
+
+
 def try_draws(logits: Tensor, num_rows: int) -> Callable[[], None]:
     """Begins to compile the kernels that draw from rows like ``logits [S, V]`` on a GPU. The function that it returns
     chooses tokens in every way, which loads these kernels and those of torch; some depend on the number of rows."""
+    if not by_kernels(logits):
+        return lambda: None
     from paged_ops.lowerings.gpu.draw import draw_rows
     from paged_ops.lowerings.gpu.penalties import penalized
 
@@ -167,9 +163,9 @@ def try_draws(logits: Tensor, num_rows: int) -> Callable[[], None]:
     ids = on_device([0], torch.int64, device)
 
     def try_draw(rows: Tensor) -> None:
-        R, zeros = len(rows), torch.zeros(len(rows), device="cpu")
-        draw_rows(rows, _likeliest(rows)[0], range(R), [0] * R, [1] * R, zeros, zeros, zeros)
-        penalized(rows, [(r, ids.data_ptr(), 1, 0, 0) for r in range(R)], [(2.0, 1.0, 1.0)] * R, None)
+        each, limits, penalties = range(len(rows)), Settings(temperature=1.0, top_k=1).limits, Settings().penalties
+        draw_rows(rows, _likeliest(rows)[0], [(r, 0, *limits) for r in each])
+        penalized(rows, [(r, ids.data_ptr(), 1, 0, 0, *penalties) for r in each], None)
 
     def finish() -> None:
         for R in {1, max(1, min(num_rows, _MOST_SCORES // V))}:
@@ -185,13 +181,17 @@ def try_draws(logits: Tensor, num_rows: int) -> Callable[[], None]:
 
 def _changes_scores(request: Request) -> bool:
     """Whether something else than the logits decides about its next token, or is asked what follows from it."""
-    is_short = request.length - request.num_prompt < request.settings.min_new_tokens
-    return bool(is_short or request.settings.has_penalties or request.processors or request.criteria)
+    return bool(_may_hide(request) or request.settings.has_penalties or request.criteria)
+
+
+def _may_hide(request: Request) -> bool:
+    """Whether a NaN among its logits may be missing in its scores."""
+    return bool(request.processors or request.length - request.num_prompt < request.settings.min_new_tokens)
 
 
 def _likeliest(scores: Tensor) -> tuple[Tensor, Tensor]:
     """The largest of each row of scores ``[R, V]``, and its token; NaN in a row with NaN."""
-    if not scores.is_cuda:
+    if not by_kernels(scores):
         return scores.max(-1)
     from paged_ops.lowerings.gpu.draw import likeliest
 
@@ -209,9 +209,38 @@ def _choose_changed(scores: Tensor, requests: Sequence[Request]) -> tuple[Tensor
             expect(fits, "logits_processor", f"scores {list(row.shape)} from {processor!r}", processed)
             row.copy_(processed)
     best, tokens = _likeliest(scores)
-    draws = [k for k, request in enumerate(requests) if request.settings.temperature]
-    if draws:
-        tokens[on_device(draws, torch.int64, scores.device)] = _draw(scores, best, draws, requests)
+    drawn = [k for k, request in enumerate(requests) if request.settings.temperature]
+    return best, _with_draws(tokens, scores, best, drawn, requests) if drawn else tokens
+
+
+def _with_draws(
+    tokens: Tensor, scores: Tensor, best: Tensor, drawn: Sequence[int], requests: Sequence[Request]
+) -> Tensor:
+    """The tokens ``[R]``, those of the rows ``drawn`` replaced by draws from their scores ``[R, V]``."""
+    draws = _draw(scores, best, drawn, requests)
+    if len(drawn) == len(requests):
+        return draws
+    tokens[on_device(drawn, torch.int64, tokens.device)] = draws
+    return tokens
+
+
+def _with_changed(
+    best: Tensor,
+    tokens: Tensor,
+    changed: Sequence[int],
+    requests: Sequence[Request],
+    best_changed: Tensor,
+    chosen: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The best logits and the tokens ``[R]`` of a step, with the tokens of the rows ``changed``. A row with NaN has no
+    token, even if a processor has hidden the NaN, unless that is what was asked for: the best is finite where both
+    are."""
+    at, best = on_device(changed, torch.int64, tokens.device), best.float()
+    replaced = [i for i, request in zip(changed, requests, strict=True) if request.settings.replaces_nan]
+    if replaced:
+        best[on_device(replaced, torch.int64, best.device)] = 0
+    best.index_add_(0, at, best_changed, alpha=0)
+    tokens[at] = chosen
     return best, tokens
 
 
@@ -221,11 +250,13 @@ def _penalized(
     """The scores of these rows of logits ``[R, V]``, float32, after the penalties of their requests. The ends of
     sequences that are too short are hidden. Adds tensors to ``in_use`` whose addresses kernels have."""
     lowered = [k for k, request in enumerate(requests) if request.settings.has_penalties]
-    if lowered and logits.is_cuda:
+    if lowered and by_kernels(logits):
         scores = _penalized_by_kernels(logits, rows, requests, before, in_use)
+    elif len(rows) == len(logits):
+        scores = logits.to(torch.float32, copy=True)
     else:
         scores = logits[on_device(rows, torch.int64, logits.device)].float()
-    if lowered and not logits.is_cuda:
+    if lowered and not by_kernels(logits):
         index = on_device(lowered, torch.int64, scores.device)
         some, part = [requests[k] for k in lowered], scores[index]
         penalize(
@@ -258,7 +289,7 @@ def _penalized_by_kernels(
 ) -> Tensor:
     from paged_ops.lowerings.gpu.penalties import penalized
 
-    numbers, penalties, lowered = [], [], []
+    numbers, lowered = [], []
     for row, request in zip(rows, requests, strict=True):
         settings, address, n, newest = request.settings, 0, 0, 0
         if settings.has_penalties:
@@ -268,9 +299,8 @@ def _penalized_by_kernels(
             is_unread = before is not None and request.num_unread
             newest = -1 - before.index[request] if before is not None and is_unread else request.tokens[-1]
             lowered.append(request)
-        numbers.append((row, address, n, request.num_prompt, newest))
-        penalties.append((settings.repetition_penalty, settings.presence_penalty, settings.frequency_penalty))
-    scores = penalized(logits, numbers, penalties, None if before is None else before.tokens)
+        numbers.append((row, address, n, request.num_prompt, newest, *settings.penalties))
+    scores = penalized(logits, numbers, None if before is None else before.tokens)
     for request in lowered:
         request.note_newest()
     return scores
@@ -278,17 +308,22 @@ def _penalized_by_kernels(
 
 def _draw(logits: Tensor, best: Tensor, rows: Sequence[int], requests: Sequence[Request]) -> Tensor:
     """A token for each of these rows of logits ``[R, V]``, drawn as its request asks. ``best [R]``: their largest."""
-    V, some = logits.shape[-1], [requests[row].settings for row in rows]
-    keys, top_k = [requests[row].random_key() for row in rows], [min(each.top_k, V) for each in some]
+    V, keys = logits.shape[-1], [requests[row].random_key() for row in rows]
+    some = [requests[row].settings for row in rows]
+    if by_kernels(logits):
+        from paged_ops.lowerings.gpu.draw import draw_rows
+
+        draws = []
+        for row, key, settings in zip(rows, keys, some, strict=True):
+            k, inverse, top_p, min_p = settings.limits
+            draws.append((row, key, min(k, V), inverse, top_p, min_p))
+        return draw_rows(logits, best, draws)
+    top_k = [min(each.top_k, V) for each in some]
     temperature, top_p, min_p = torch.tensor(
         [[each.temperature for each in some], [each.top_p for each in some], [each.min_p for each in some]],
         dtype=torch.float64,
         device="cpu",
     )
-    if logits.is_cuda:
-        from paged_ops.lowerings.gpu.draw import draw_rows
-
-        return draw_rows(logits, best, rows, keys, top_k, inverse_of(temperature), top_p, min_p)
     tokens, most = [], max(1, _MOST_SCORES // V)
     for start in range(0, len(rows), most):
         part = slice(start, start + most)

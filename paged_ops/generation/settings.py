@@ -8,15 +8,17 @@ served by processors and criteria that the model's library makes; refused; and i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from paged_ops.checks import describe_setting, expect
-from paged_ops.generation.distribution import penalize
+from paged_ops.generation.distribution import bits_of, inverse_of, penalize
 from paged_ops.generation.params import SamplingParams, check_field, functions, strings
 
 NEW_TOKENS, TOP_K = 20, 50  # transformers' defaults, for all models whose config says nothing
@@ -128,6 +130,17 @@ class Settings:
     def asks_logprobs(self) -> bool:
         """Whether log-probabilities are asked for."""
         return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @functools.cached_property
+    def limits(self) -> tuple[int, int, int, int]:
+        """For the kernels that draw: top_k, and the bits of the inverse temperature, top_p and min_p."""
+        inverse = inverse_of(torch.tensor(self.temperature, dtype=torch.float64, device="cpu")).item()
+        return self.top_k, bits_of(inverse), bits_of(self.top_p), bits_of(self.min_p)
+
+    @functools.cached_property
+    def penalties(self) -> tuple[int, int, int]:
+        """For the kernels that lower scores: the bits of each penalty."""
+        return bits_of(self.repetition_penalty), bits_of(self.presence_penalty), bits_of(self.frequency_penalty)
 
     def without_sampling(self) -> Settings:
         """What decides about blocks and ends, but not about tokens."""

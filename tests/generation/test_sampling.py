@@ -226,6 +226,14 @@ def test_top_p_0_of_a_config_beside_a_processor_of_transformers() -> None:
     assert llama_loop(**fields, renormalize_logits=True).generate(PROMPTS) != wanted, "0 of top-k and min-p is off"
 
 
+def requests_of(loop: GenerationLoop) -> list[Any]:
+    """The requests that were submitted; no step has run."""
+    loop._inbox.deliver()
+    requests = list(loop._scheduler.unfinished)
+    assert requests
+    return requests
+
+
 class Calls(TorchDispatchMode):
     """Counts the calls of ops that read at least a row of logits."""
 
@@ -254,12 +262,115 @@ def test_the_work_over_the_vocabulary_is_done_for_all_rows_at_once(fields: dict[
         loop = make_loop()
         for i in range(rows):
             loop.submit(PROMPTS[i % 3], SamplingParams(max_new_tokens=4, seed=i, stop_token_ids=(1, 2), **fields))
-        requests = list(loop._scheduler.unfinished)
+        requests = requests_of(loop)
         logits = torch.randn(rows, 20_000, generator=GENERATOR)
         with Calls() as calls:
             assert len(sampling.choose(logits, range(rows), requests).tokens) == rows
         counts.append(calls.count)
     assert counts[0] == counts[1] > 0
+
+
+class Ops(TorchDispatchMode):
+    """The names of the ops that are called, and of the functions that launch kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+    def launch(self, name: str, compute: Any) -> Any:
+        """A function in place of one that launches kernels."""
+
+        def call(*args: Any) -> Any:
+            before = len(self.names)
+            result = compute(*args)
+            self.names[before:] = [name]
+            return result
+
+        return call
+
+
+DRAW, LOWER = ["likeliest", "table", "draw"], ["table", "penalties", "likeliest"]
+PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ([{}], ["likeliest"]),
+        ([{"temperature": 1.0, "top_k": 5, "top_p": 0.9, "min_p": 0.1}], DRAW),
+        ([PENALTIES], LOWER),
+        ([{**PENALTIES, "temperature": 1.0}], [*LOWER, "table", "draw"]),
+        ([{}, {"temperature": 1.0}], [*DRAW, "table", "index_put_"]),
+        ([{}, PENALTIES], [*LOWER, "likeliest", "table", "index_add_", "index_put_"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [2, 16])
+def test_what_a_step_issues_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, rows: int, fields: list[dict[str, Any]], expected: list[str]
+) -> None:
+    """Kernels of this package, tables that are copied to the GPU, and nothing else, for any number of rows."""
+    pytest.importorskip("triton")
+    from paged_ops.lowerings.gpu import draw, penalties
+
+    ops = Ops()
+    by_torch = {
+        (draw, "likeliest"): lambda logits: logits.max(-1),
+        (draw, "launch"): lambda logits, best, table: torch.ones(table.shape[1], dtype=torch.int64),
+        (penalties, "launch"): lambda logits, table, *more: logits[table[:, 0]].float(),
+    }
+    for (module, name), compute in by_torch.items():
+        shown = name if name != "launch" else module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(module, name, ops.launch(shown, compute))
+    monkeypatch.setattr(sampling, "by_kernels", lambda logits: True)
+    loop = make_loop()
+    for i in range(rows):
+        how = fields[i % len(fields)]
+        loop.submit(PROMPTS[i % 3], SamplingParams(max_new_tokens=4, seed=i, stop_token_ids=(), **how))
+    requests, logits = requests_of(loop), torch.randn(rows, V, generator=GENERATOR)
+    sampling.choose(logits, range(rows), requests)  # copies the prompts, if there are penalties
+    for request in requests:
+        request.tokens.append(3)
+    ops.names.clear()
+    with ops:
+        chosen = sampling.choose(logits, range(rows), requests)
+    assert len(chosen.tokens) == rows
+    views = ("alias", "detach", "slice", "view")
+    issued = ["table" if name == "lift_fresh" else name for name in ops.names if name not in views]
+    assert issued == expected
+
+
+HIDES_NAN = {"logits_processor": lambda input_ids, scores: scores.nan_to_num(0.0, 0.0, 0.0)}
+
+
+GIVES_NAN = {"logits_processor": lambda input_ids, scores: torch.full_like(scores, torch.nan)}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("others", [{}, PENALTIES])
+@pytest.mark.parametrize(
+    "fields", [{}, PENALTIES, {**PENALTIES, "temperature": 1.0}, {"min_new_tokens": 3}, HIDES_NAN, GIVES_NAN], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_row_without_a_finite_likeliest_logit_has_no_token(
+    dtype: torch.dtype, fields: dict[str, Any], others: dict[str, Any], value: float
+) -> None:
+    """Whatever else is in the step, and even if a processor or min_new_tokens hides the number."""
+    loop = make_loop()
+    for how in (others, fields, others):
+        loop.submit([3, 5, 3], SamplingParams(max_new_tokens=4, seed=1, stop_token_ids=(7,), **how))
+    logits = torch.randn(3, V, generator=GENERATOR).to(dtype)
+    logits[0, 4] = 60_000.0  # of float16 the sum of two would be inf
+    if fields is not GIVES_NAN:
+        logits[1, slice(None) if value < 0 else 7] = value
+    chosen = sampling.choose(logits, range(3), requests_of(loop))
+    tokens = (chosen.read() if isinstance(chosen, sampling.Chosen) else chosen).tokens
+    assert tokens[1] == -1
+    assert min(tokens[0], tokens[2]) >= 0
 
 
 # Fields

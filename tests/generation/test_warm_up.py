@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
 
 ROOT = Path(__file__).parents[2]
-MODELS = ("dense", "windowed", "latent", "states", "invariant")
+MODELS = ("dense", "windowed", "latent", "states", "invariant", "indexed", "block_indexed")
 
 
 def run(module: str, *arguments: str, **env: str) -> list[dict[str, Any]]:
@@ -43,9 +43,9 @@ def test_gpu_kernels_are_those_of_warm_up(num_steps: int) -> None:
     every = run("tests.generation.warm_loops", str(num_steps), *MODELS, *faults)
     assert [found["case"] for found in every] == [*MODELS, *faults]
     for found in every[: len(MODELS)]:
-        assert 5 <= len(found["warm"]) <= 40
+        assert 5 <= len(found["warm"]) <= 50
         assert found["sizes"] >= 30
-        assert found["stats"]["swapped_out"]
+        assert found["stats"]["swapped_out"] and found["stats"]["overlapped_steps"]
         assert bool(found["stats"]["cached_tokens"]) == (found["case"] != "states")
         expect_nothing_later(found)
     for found in every[len(MODELS) :]:  # the test can fail
@@ -53,31 +53,34 @@ def test_gpu_kernels_are_those_of_warm_up(num_steps: int) -> None:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_a_compiled_model_with_states_is_traced_in_warm_up_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one thread torch's convolution is another one from 16 sequences on, so there are two graphs."""
-    import transformers
-
-    from paged_ops.generation import GenerationLoop, SamplingParams
+@pytest.mark.parametrize(("family", "num_graphs"), [("lfm2", 2), ("deepseek_v32", 1), ("invariant llama", 1)])
+def test_a_compiled_loop_is_traced_in_warm_up_alone(
+    monkeypatch: pytest.MonkeyPatch, family: str, num_graphs: int
+) -> None:
+    """On one thread torch's convolution is another one from 16 sequences on, so models with states have two graphs."""
+    from paged_ops import cpp
+    from paged_ops.generation import GenerationLoop
     from paged_ops.integrations.transformers import PagedCausalLM
+    from tests.generation import warm_loops
+    from tests.integrations.transformers.model_families import make_model
 
+    changes: dict[str, Any] = {"layer_types": ["conv", "full_attention"]} if family == "lfm2" else {}
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, vocab_size=64)
-    heads = dict(num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64)
-    config = transformers.Lfm2Config(**sizes, **heads, layer_types=["conv", "full_attention"], eos_token_id=None)
-    paged = PagedCausalLM(transformers.AutoModelForCausalLM.from_config(config).eval())
-    kv_cache = paged.allocate_kv_cache(40, num_state_slots=20)
-    loop = GenerationLoop(paged, kv_cache, max_num_seqs=18, max_num_tokens=32, compile=True)
+    *invariant, family = family.split()
+    paged = PagedCausalLM(make_model(family, num_hidden_layers=2, **changes), batch_invariant=bool(invariant))
+    kv_cache = paged.allocate_kv_cache(40, num_host_blocks=20, num_state_slots=40)
+    loop = GenerationLoop(paged, kv_cache, max_num_seqs=18, max_num_tokens=32, max_model_len=120, compile=True)
+    built, build = [], cpp.built
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         loop.warm_up()
+        monkeypatch.setattr(cpp, "built", lambda source, *more: built.append(source) or build(source, *more))
         counters = torch._dynamo.utils.counters["stats"]
-        assert counters["unique_graphs"] == 2
-        prompts = [[1 + i] * (1 + i % 5) for i in range(24)]
-        each = [SamplingParams(max_new_tokens=1 + i % 7) for i in range(24)]
-        loop.generate(prompts, each)
-        loop.generate(prompts[:3], SamplingParams(max_new_tokens=3))
-        assert counters["unique_graphs"] == 2
+        assert counters["unique_graphs"] == num_graphs
+        warm_loops.load(loop, 90, 0)
+        assert counters["unique_graphs"] == num_graphs
+        assert not built
     finally:
         torch.set_num_threads(threads)
 

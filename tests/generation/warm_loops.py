@@ -5,6 +5,7 @@ A program of its own, as the imitation changes the process: ``python -m tests.ge
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -36,12 +37,12 @@ class RandomLogits:
         return torch.rand(len(last_rows), V, generator=self.generator)
 
 
-def llama(**more: Any) -> Any:
+def llama(head_dim: int = 128) -> Any:
     import transformers
 
-    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, vocab_size=V, head_dim=128)
+    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, vocab_size=V, head_dim=head_dim)
     heads = dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=4096)
-    return transformers.LlamaConfig(**sizes, **heads, **more)
+    return transformers.LlamaConfig(**sizes, **heads)
 
 
 def windowed() -> Any:
@@ -76,6 +77,28 @@ def states() -> Any:
     return transformers.Qwen3NextConfig(**sizes, **heads, **linear, layer_types=kinds, mlp_only_layers=[0, 1])
 
 
+def indexed() -> Any:
+    """An indexer that selects keys of latents."""
+    import transformers
+
+    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, vocab_size=V)
+    heads = dict(num_attention_heads=16, num_key_value_heads=16, q_lora_rank=64, kv_lora_rank=512)
+    parts = dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, max_position_embeddings=4096)
+    index = dict(index_topk=64, index_n_heads=16, index_head_dim=128)
+    return transformers.DeepseekV32Config(**sizes, **heads, **parts, **index, first_k_dense_replace=2)
+
+
+def block_indexed() -> Any:
+    """An indexer that selects blocks of keys in one of two layers."""
+    import transformers
+
+    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, vocab_size=V, head_dim=128)
+    heads = dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=4096)
+    index = dict(index_n_heads=2, index_head_dim=128, index_block_size=128, index_topk_blocks=2)
+    kinds = dict(layer_types=["full_attention", "minimax_m3_sparse"], mlp_layer_types=["dense", "dense"])
+    return transformers.MiniMaxM3VLTextConfig(**sizes, **heads, **index, **kinds)
+
+
 def gpt_oss() -> Any:
     import transformers
 
@@ -88,15 +111,45 @@ CHOICES: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0},
     {"temperature": 0.7, "top_k": 9, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.1, "min_new_tokens": 4},
     {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.1},
+    {"temperature": 1.0, "presence_penalty": 0.2, "logprobs": 2},
+    {"temperature": 0.0, "logits_processor": lambda input_ids, scores: scores * 2},
+    {"temperature": 0.0, "prompt_logprobs": 1},
 ]
+IN_TURN = {"logprobs", "logits_processor", "prompt_logprobs"}  # while a request has one, no steps overlap
 MODELS: dict[str, Callable[[], Any]] = {
     "dense": llama,
     "windowed": windowed,
     "latent": latent,
     "states": states,
     "invariant": gpt_oss,
+    "invariant_dense": llama,
+    "wide": functools.partial(llama, head_dim=512),
+    "invariant_wide": functools.partial(llama, head_dim=512),
+    "indexed": indexed,
+    "block_indexed": block_indexed,
 }
+
+
+def choose_by_kernels() -> None:
+    """The kernels that choose tokens are asked for on the imitated GPU, too, and torch's ops give the results."""
+    from paged_ops.generation import sampling
+    from paged_ops.lowerings.gpu import draw, penalties
+
+    def in_place_of(module: Any, name: str, compute: Callable[..., Any]) -> None:
+        kernel = getattr(module, name)
+
+        def call(*args: Any) -> Any:
+            kernel(*args)
+            return compute(*args)
+
+        setattr(module, name, call)
+
+    sampling.by_kernels = lambda logits: True
+    in_place_of(draw, "likeliest", lambda logits: logits.max(-1))
+    in_place_of(draw, "launch", lambda logits, best, draws: torch.randint(V, (draws.shape[1],)))
+    in_place_of(penalties, "launch", lambda logits, table, *more: logits[table[:, 0]].float())
 
 
 def make_loop(name: str, device: str = "cpu", **options: Any) -> Any:
@@ -110,10 +163,11 @@ def make_loop(name: str, device: str = "cpu", **options: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.bfloat16).to(device).eval()
     if device == "cpu":
         probe.expect_alike = lambda *args: None  # nothing computes the trial's logits
-    step: Any = PagedCausalLM(model, batch_invariant=name == "invariant")
+    is_invariant = name.startswith("invariant")
+    step: Any = PagedCausalLM(model, batch_invariant=is_invariant)
     if device == "cpu":
         step = RandomLogits(step)
-    if name != "invariant":
+    if not is_invariant:
         fuse_projections(model)
         use_overlapping_products(model)
     cache = step.allocate_kv_cache(90, num_host_blocks=60, num_state_slots=2 * MOST_SEQS)
@@ -122,18 +176,29 @@ def make_loop(name: str, device: str = "cpu", **options: Any) -> Any:
 
 
 def load(loop: Any, num_steps: int, seed: int) -> None:
-    """Random requests: prompts of all lengths, several samples, aborts, prompts whose prefix is cached."""
+    """Random requests: prompts of all lengths, several samples, aborts, prompts whose prefix is cached. For 100 steps
+    they are of all kinds, for the next 100 of those whose steps overlap."""
     from paged_ops.generation import SamplingParams
 
     rng, shared = random.Random(seed), list(range(50))
     running: list[int] = []
-    for _ in range(num_steps):
+    served = [how for how in CHOICES if not (loop._model.refuses_prompt_logprobs and "prompt_logprobs" in how)]
+    overlapping = [how for how in served if not IN_TURN & how.keys()]
+    for i in range(num_steps):
+        choices = overlapping if i // 100 % 2 else served
+        if i % 100 == 0:
+            for request in running:
+                loop.abort(request)
         while rng.random() < 0.4 or not loop.has_work:
             n = rng.choice([1, 2, 15, 16, 17, 100, 300, 600, 600])
             prompt = (shared if rng.random() < 0.3 else []) + [rng.randrange(V) for _ in range(rng.randint(1, n))]
-            n, most, how = rng.choice([1, 1, 1, 3]), rng.choice([1, 10, 40, 80]), rng.choice(CHOICES)
+            n, most, how = (
+                rng.choice([1, 1, 1, 3]) if choices is served else 1,
+                rng.choice([1, 10, 40, 80]),
+                rng.choice(choices),
+            )
             params = SamplingParams(max_new_tokens=most, stop_token_ids=(), n=n, **how)
-            running.append(loop.submit(prompt[: LONGEST - 80], params))
+            running.append(loop.submit(prompt[: loop.max_model_len - 80], params))
             if len(running) > 60:
                 break
         if running and rng.random() < 0.05:
@@ -153,7 +218,8 @@ def compiled_by(name: str, num_steps: int, seed: int, left_out: str = "") -> dic
         DecodeGraphs._trials = lambda graphs: [each for each in trials(graphs) if "prompt" not in str(each)]
     if left_out == "sizes":
         tuning.covering_batches = lambda T, S, **options: [each for each in covering(T, S, **options) if each[0] < 4]
-    loop, step = make_loop(name)
+    choose_by_kernels()
+    loop, step = make_loop(name, overlap=True)
     KERNELS.compiled.clear()
     loop.warm_up()
     warm = list(KERNELS.compiled)

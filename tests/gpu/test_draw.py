@@ -12,7 +12,8 @@ if not (os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1 before triton is imported", allow_module_level=True)
 pytest.importorskip("triton")
 
-from paged_ops.generation.distribution import draw, inverse_of, penalize, random_key
+from paged_ops.generation.distribution import bits_of, draw, penalize, random_key
+from paged_ops.generation.settings import Settings
 from paged_ops.lowerings.gpu.draw import draw_rows, likeliest
 from paged_ops.lowerings.gpu.penalties import penalized
 
@@ -52,16 +53,17 @@ def test_draws_are_those_of_the_cpu(width: int, dtype: torch.dtype, spread: floa
     top_k = top_k.long().clamp(max=width)
     wanted = draw(logits[rows].float(), temperature, keys, top_k, top_p, min_p, width)
     on_device = logits.to(DEVICE)
-    given = rows.tolist(), keys.tolist(), top_k.tolist(), inverse_of(temperature), top_p, min_p
-    assert draw_rows(on_device, on_device.max(-1).values, *given).tolist() == wanted.tolist()
+    limits = [Settings(top_k=min(k, width), top_p=p, min_p=m, temperature=t).limits for k, p, m, t in LIMITS]
+    given = [(*each, *more) for *each, more in zip(rows.tolist(), keys.tolist(), limits, strict=True)]
+    assert draw_rows(on_device, on_device.max(-1).values, given).tolist() == wanted.tolist()
 
 
 def test_rows_without_a_likeliest_token_end() -> None:
     logits = torch.randn(4, 700, device=DEVICE)
     logits[0], logits[1, 5], logits[2, 7] = -torch.inf, torch.inf, torch.nan
-    half = torch.full((4,), 0.5)
     for top_k in (0, 3):
-        tokens = draw_rows(logits, logits.max(-1).values, range(4), range(4), [top_k] * 4, half, half, half * 0)
+        limits = Settings(top_k=top_k, top_p=0.5, temperature=2.0).limits
+        tokens = draw_rows(logits, logits.max(-1).values, [(r, r, *limits) for r in range(4)])
         assert bool(((tokens >= 0) & (tokens < 700)).all())
 
 
@@ -95,11 +97,11 @@ def test_penalties_are_those_of_the_cpu(width: int, dtype: torch.dtype) -> None:
     ids = [torch.cat((each[:-1], torch.full((3,), -(2**40)))).to(DEVICE) for each in tokens]  # the newest is unknown
     newest = [int(tokens[0][-1]), -3, int(tokens[2][-1]), 0, -1]
     given = [
-        (row, each.data_ptr(), 0 if n == 7 else n, start, new)
-        for row, each, n, start, new in zip(rows, ids, lengths, num_prompt, newest, strict=True)
+        (row, each.data_ptr(), 0 if n == 7 else n, start, new, *map(bits_of, numbers))
+        for row, each, n, start, new, numbers in zip(rows, ids, lengths, num_prompt, newest, penalties, strict=True)
     ]
     for _ in range(2):
-        scores = penalized(logits.to(DEVICE), given, penalties, unread.to(DEVICE))
+        scores = penalized(logits.to(DEVICE), given, unread.to(DEVICE))
         assert torch.equal(scores.cpu(), wanted)
     for own, each, n in zip(ids, tokens, lengths, strict=True):
         assert n == 7 or own[:n].tolist() == each.tolist()

@@ -46,32 +46,23 @@ def _likeliest(V: int, dtype: torch.dtype, device: torch.device) -> Launcher:
 def draw_rows(
     logits: Tensor,
     best: Tensor,
-    rows: Sequence[int],
-    keys: Sequence[int],
-    top_k: Sequence[int],
-    inverse: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
+    draws: Sequence[tuple[int, int, int, int, int, int]],
 ) -> Tensor:
-    """One token per draw, int64 ``[R]``. All but the logits are on the host.
+    """One token per draw, int64 ``[R]``.
 
     Args:
         logits: ``[S, V]``; float32, bfloat16 or float16.
         best: of each row of them, the largest, ``[S]``, in the same dtype.
-        rows: to draw from.
-        keys, top_k, top_p, min_p: as of ``draw``; off are 0, 1 and 0.
-        inverse: of the temperatures; see ``inverse_of``.
+        draws: of each, on the host: the row of the logits; key and top_k as of ``draw``, 0 is off; then the bits of
+            float64 of the inverse temperature (``inverse_of``), top_p and min_p, of which 1 and 0 are off.
     """
-    ints = torch.tensor([rows, keys, top_k], dtype=torch.int64, device="cpu")
-    floats = torch.stack((inverse.double(), top_p.double(), min_p.double()))
-    draws = torch.cat((ints, floats.view(torch.int64)))
-    if logits.is_cuda:
-        draws = draws.pin_memory().to(logits.device, non_blocking=True)
-    return launch(logits.contiguous(), best.contiguous(), draws)
+    columns = list(zip(*draws, strict=True))
+    table = torch.tensor(columns, dtype=torch.int64, device="cpu", pin_memory=logits.is_cuda)
+    return launch(logits.contiguous(), best.contiguous(), table.to(logits.device, non_blocking=True))
 
 
 def launch(logits: Tensor, best: Tensor, draws: Tensor) -> Tensor:
-    """The same, all contiguous and on the device. ``draws``: int64 ``[6, R]``, the floats as the bits of float64."""
+    """The same, all contiguous and on the device. ``draws``: int64 ``[6, R]``."""
     V, R = logits.shape[1], draws.shape[1]
     C = -(-V // CHUNK.value)
     tensors = (

@@ -36,10 +36,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops import checks, fake
 from paged_ops.features import POOLS, IndexOptions, dtype_name, refuse_others
 from paged_ops.layouts import element_dtype, has_index_scales, index_parts
+from paged_ops.lowerings.gpu import precompile
 from paged_ops.lowerings.gpu.attention.shared import tile as tiling
-from paged_ops.lowerings.gpu.cache import INDEX_FORMATS, together
+from paged_ops.lowerings.gpu.cache import INDEX_FORMATS, is_head_major, together
 from paged_ops.lowerings.gpu.fp8 import E4M3FN, stored_format
-from paged_ops.lowerings.gpu.launch import launcher_of
+from paged_ops.lowerings.gpu.launch import NO_PROGRAMS, Launcher, launcher_of
 from paged_ops.lowerings.gpu.spec import Side
 from paged_ops.lowerings.gpu.target import Target, target_of
 
@@ -127,6 +128,8 @@ def select_keys(
     refuse_others(o, index_cache, APPLIES, "the indexer on a GPU")
     for reason in too_large(index_query.shape[1], index_query.shape[2], o.block_size):
         raise ValueError(reason)
+    if is_head_major(index_query):
+        index_query = index_query.contiguous()
     (T, G, _), (S, M), (N, B, _) = selected.shape, block_tables.shape, index_cache.shape
     if not (T and S and M and index_cache.numel()):
         return selected.fill_(-1)
@@ -134,7 +137,7 @@ def select_keys(
         checks.batch(*batch, T, N, B)
     target = target_of(index_query.device)
     spec = spec_of(index_query, index_cache, block_tables, o, target)
-    tile, launch = tile_of(spec, T, S, target)
+    tile, score, select = launchers_of(spec, T, S, target)
     width = -(-(M * B) // (o.block_size * tile.E)) * tile.E  # entries of a list in whole tiles
     per_row = G * width * (2 + 1 / tile.CHUNK)  # elements of the workspace
     most = int(WORKSPACE / 4 / G / (2 + 1 / tile.CHUNK)) // tile.E * tile.E * o.block_size
@@ -142,26 +145,34 @@ def select_keys(
     checks.expect(4 * per_row <= WORKSPACE, "block_tables", fits, f"{M} blocks of {B} tokens")
     rows = int(WORKSPACE / 4 / per_row)
     rows = min(T, rows // tile.TOK * tile.TOK or rows)
-    work = index_query.new_empty(int(rows * per_row), dtype=torch.int32)
-    entries = rows * G * width
-    scores, listed, maxima = work.split([entries, entries, entries // tile.CHUNK])
+    entries = -(-rows * G * width // 4) * 4  # whole 16 bytes, as kernels are compiled for the alignment of each tensor
+    work = index_query.new_empty(2 * entries + rows * G * width // tile.CHUNK, dtype=torch.int32)
+    scores, listed, maxima = work[:entries], work[entries : 2 * entries], work[2 * entries :]
     cache, lens, starts = _readable(index_cache, o, target), together(seq_lens), together(query_start_loc)
     tensors = Pointers(
         selected, scores, listed, maxima, index_query, cache, block_tables, lens, starts, o.weights, o.k_scale
     )
-    is_interpreter = target.backend == "interpreter"
-    programs = INTERPRETER_PROGRAMS if is_interpreter else PROGRAMS * target.processors
-    at_once = INTERPRETER_AT_ONCE if is_interpreter else AT_ONCE
-    shared = {"SPEC": spec, "TILE": tile, **target.overlap()}
-    score = launcher_of(scores_kernel, {**shared, **launch}, target.device)
-    select = launcher_of(select_kernel, {**shared, "AT_ONCE": at_once, "num_warps": 16}, target.device)
+    programs = INTERPRETER_PROGRAMS if target.backend == "interpreter" else PROGRAMS * target.processors
     for first in range(0, T, rows):
         stop = min(first + rows, T)
         numbers = (float(o.scale), S, block_tables.stride(0), first, stop, width, k)
         groups = -(-(stop - first) // tile.TOK)
         score((groups, max(1, min(-(-programs // groups), width // tile.E, 65535)), 1), tensors, numbers)
         select(((stop - first) * G, 1, 1), tensors, numbers)
+    for sizes in precompile.sizes_for(score):
+        for other in launchers_of(spec, *sizes, target)[1:]:
+            other(NO_PROGRAMS, tensors, numbers)
     return selected
+
+
+def launchers_of(spec: Spec, T: int, S: int, target: Target) -> tuple[Tile, Launcher, Launcher]:
+    """The tile of a batch, and both kernels for it."""
+    tile, launch = tile_of(spec, T, S, target)
+    at_once = INTERPRETER_AT_ONCE if target.backend == "interpreter" else AT_ONCE
+    shared = {"SPEC": spec, "TILE": tile, **target.overlap()}
+    score = launcher_of(scores_kernel, {**shared, **launch}, target.device)
+    select = launcher_of(select_kernel, {**shared, "AT_ONCE": at_once, "num_warps": 16}, target.device)
+    return tile, score, select
 
 
 def too_large(heads: int | None, Di: int | None, block_size: int | None) -> list[str]:

@@ -27,8 +27,7 @@ _NOT_FUSED = {"enable_fp_fusion": False}
 
 def penalized(
     logits: Tensor,
-    rows: Sequence[tuple[int, int, int, int, int]],
-    penalties: Sequence[tuple[float, float, float]],
+    rows: Sequence[tuple[int, int, int, int, int, int, int, int]],
     unread: Tensor | None,
 ) -> Tensor:
     """The scores of R rows of logits, float32 ``[R, V]``, lowered. Also writes the newest token of each row to its ids.
@@ -37,20 +36,17 @@ def penalized(
         logits: ``[S, V]``; float32, bfloat16 or float16.
         rows: of each, on the host: the row of the logits; the address of the ids of its tokens, int64 on the device, of
             which the newest is not yet there; how many tokens there are, 0 for no penalty; how many of them are the
-            prompt; the newest, or -1 - i for ``unread[i]``.
-        penalties: of each row: repetition, presence, frequency.
+            prompt; the newest, or -1 - i for ``unread[i]``; the bits of float64 of the repetition, presence and
+            frequency penalty.
         unread: tokens that the host does not know, int64 ``[n]`` on the device.
     """
-    ints = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    floats = torch.tensor(penalties, dtype=torch.float64, device="cpu")
-    table = torch.cat((ints, floats.view(torch.int64)), 1)
-    if logits.is_cuda:
-        table = table.pin_memory().to(logits.device, non_blocking=True)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=logits.is_cuda)
+    table = table.to(logits.device, non_blocking=True)
     return launch(logits.contiguous(), table, table if unread is None else unread, max(row[2] for row in rows))
 
 
 def launch(logits: Tensor, table: Tensor, unread: Tensor, longest: int) -> Tensor:
-    """The same, all contiguous and on the device. ``table``: int64 ``[R, 8]``, the floats as the bits of float64."""
+    """The same, all contiguous and on the device. ``table``: int64 ``[R, 8]``."""
     (R, V), device = (len(table), logits.shape[1]), logits.device
     scores = logits.new_empty(R, V, dtype=torch.float32)
     tensors = logits, table, unread, scores, logits.new_empty(R, V, dtype=torch.int32)
