@@ -87,7 +87,13 @@ VARIANTS = [
         targets=NOT_HOPPER,
     ),
     Variant("latent-invariant-h128", attend(128, batch_invariant=True), may_spill=("cuda",), targets=("cuda:90",)),
-    Variant("latent-selected-invariant-h16", selecting(16, batch_invariant=True), may_spill=RDNA, spills={(3, 8): 16}, targets=("cuda:90",)),
+    Variant(
+        "latent-selected-invariant-h16",
+        selecting(16, batch_invariant=True),
+        may_spill=RDNA,
+        spills={(3, 8): 16},
+        targets=("cuda:90",),
+    ),
     Variant("latent-h16-b16", attend(16, dtype=FP16, B=16), SPLIT, targets=("cuda:80", "hip:gfx942")),
     Variant(
         "latent-fp32-h16", attend(16, dtype=FP32), spills={(3, 6): 8, (3, 9): 16}, targets=("cuda:90", "hip:gfx942")

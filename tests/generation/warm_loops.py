@@ -19,6 +19,7 @@ from tests.gpu.imitated import imitate
 
 V = 64
 MOST_SEQS, MOST_TOKENS, LONGEST = 24, 256, 700
+PHASE = 50  # steps
 
 
 class RandomLogits:
@@ -176,8 +177,8 @@ def make_loop(name: str, device: str = "cpu", **options: Any) -> Any:
 
 
 def load(loop: Any, num_steps: int, seed: int) -> None:
-    """Random requests: prompts of all lengths, several samples, aborts, prompts whose prefix is cached. For 100 steps
-    they are of all kinds, for the next 100 of those whose steps overlap."""
+    """Random requests: prompts of all lengths, several samples, aborts, prompts whose prefix is cached. For PHASE
+    steps they are of all kinds, for as many of those whose steps overlap."""
     from paged_ops.generation import SamplingParams
 
     rng, shared = random.Random(seed), list(range(50))
@@ -185,8 +186,8 @@ def load(loop: Any, num_steps: int, seed: int) -> None:
     served = [how for how in CHOICES if not (loop._model.refuses_prompt_logprobs and "prompt_logprobs" in how)]
     overlapping = [how for how in served if not IN_TURN & how.keys()]
     for i in range(num_steps):
-        choices = overlapping if i // 100 % 2 else served
-        if i % 100 == 0:
+        choices = overlapping if i // PHASE % 2 else served
+        if i % PHASE == 0:
             for request in running:
                 loop.abort(request)
         while rng.random() < 0.4 or not loop.has_work:
