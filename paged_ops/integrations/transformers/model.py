@@ -134,10 +134,10 @@ class PagedCausalLM:
         self.batch_invariant, self._soft_cap = batch_invariant, 0.0
         if batch_invariant:
             expect_known(model)
-        limit = _position_limit(model)
-        freezes = list(length_dependent(model))
+        limit, freezes = _position_limit(model), list(length_dependent(model))
         most = None if limit is None else int(limit * max((stretch(rotary) for *_, rotary in freezes), default=1.0))
-        fits = max_model_len is None or (type(max_model_len) is int and 1 <= max_model_len <= (most or max_model_len))
+        is_length = max_model_len is None or hasattr(max_model_len, "__index__")
+        fits = is_length and (max_model_len is None or 1 <= max_model_len <= (most or max_model_len))
         expect(fits, "max_model_len", f"1 to {most}, the model's positions", max_model_len)
         self.model = model
         self.max_model_len: int | None = limit if max_model_len is None else max_model_len
