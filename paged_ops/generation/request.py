@@ -402,6 +402,7 @@ def read_prompts(prompts: Any) -> list[Any]:
     if isinstance(prompts, Tensor):
         expect(prompts.dim() == 2, "prompts", "a tensor [S, n], or a list of prompts", prompts)
         return list(prompts)
+    expect(isinstance(prompts, Iterable), "prompts", "a list of prompts, or a tensor [S, n]", prompts)
     prompts = list(prompts)
     if prompts and _is_index(prompts[0]):
         raise ValueError("prompts: expected a list of prompts, got token ids; put the one prompt into a list")

@@ -8,11 +8,11 @@
 transformers keeps its scheduler, cache and blocks. Layers of full attention write to the pages and attend to them
 directly, in decode and in (chunked) prefill; transformers' own functions first gather all keys and values. A layer with
 a window keeps its last tokens in a ring buffer without positions. So its tokens are gathered, as in transformers, and
-then attended to.
+then attended to. From 5.24 on the layers gather before they call attention, except in decode by block tables.
 
 Versions of transformers: before 5.18 any registered function can be used, as ``"paged|NAME"``. Later versions only
 allow known names. So this module marks a function as already loaded in transformers' flash-attention module. It does so
-only if that module has the attributes of 5.19 to 5.23, and raises an error otherwise.
+only if that module has the attributes of 5.19 to 5.24, and raises an error otherwise.
 
 Letters: T tokens of the step, S sequences, H query heads, K key/value heads, D head size, B tokens per page, M pages of
 the longest sequence.
@@ -67,7 +67,7 @@ def use_paged_attention(model: PreTrainedModel) -> PreTrainedModel:
     if missing:
         raise ValueError(
             "transformers: expected a version whose continuous batching takes other attention functions (5.17, or 5.19"
-            f" to 5.23), got one whose modeling_flash_attention_utils has no {missing}; use PagedCausalLM instead"
+            f" to 5.24), got one whose modeling_flash_attention_utils has no {missing}; use PagedCausalLM instead"
         )
     name = _PAGED_NAME if until_5_17 else NAME
     loaded: Any = modeling_flash_attention_utils
@@ -116,7 +116,8 @@ def attention(
         query: ``[1, H, T, D]``.
         key, value: ``[1, K, T, D]``, of the step's tokens.
         attention_mask: None.
-        cache: transformers' ``PagedAttentionCache``.
+        cache: transformers' ``PagedAttentionCache``; None from 5.24 on, where ``key`` and ``value`` are gathered, or
+            kwargs hold the layer's pages.
         scaling: by default ``D ** -0.5``.
         sliding_window, softcap, s_aux: window, soft cap of the logits, sinks ``[H]``; None is off.
         kwargs: the step: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``max_length_k``, and ``block_table`` in decode on a
@@ -128,7 +129,7 @@ def attention(
     Raises:
         ValueError: the call is not from ``generate_batch``, or has a mask.
     """
-    if cache is None:
+    if cache is None and kwargs.get("read_index") is None and kwargs.get("block_table") is None:
         raise ValueError(
             "cache: expected the cache of generate_batch, got none; for other calls set another implementation by"
             ' model.set_attn_implementation("sdpa")'
@@ -146,6 +147,9 @@ def attention(
         "sinks": None if s_aux is None else s_aux.float(),
     }
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if cache is None:
+        window = sliding_window or getattr(module, "sliding_window", 0) or 0
+        return _attend_updated(rows_of_query, key, value, scale, window, kwargs, features)[None], None
     group = _group(cache, module, sliding_window)
     if group.window:
         out = _attend_gathered(group, cache, rows_of_query, key, value, scale, kwargs, features)
@@ -219,12 +223,7 @@ def _step(group: _Group, kwargs: dict[str, Any], num_tokens: int) -> _Step:
     key_starts, longest = _of_type(kwargs["cu_seq_lens_k"], group), _of_type(_longest(kwargs), group)
     seq_lens = key_starts.diff().to(torch.int32)  # [S], new tokens included
     if kwargs.get("block_table") is not None:
-        block_tables = kwargs["block_table"][group.place] // per_block  # [S, M], -1 past its end
-        last = (seq_lens - 1).clamp(min=0).long()
-        page = block_tables.gather(1, (last // B)[:, None])[:, 0].long()
-        slots = torch.where(seq_lens > 0, page * B + last % B, -1)
-        # A decode: row s belongs to sequence s.
-        step = _Step(starts, seq_lens, block_tables, slots[:num_tokens])
+        step = _decode(starts, seq_lens, kwargs["block_table"][group.place] // per_block, B, num_tokens)
     else:
         # Cache rows, one per token. A step without history reads none: its own tokens are the whole sequences.
         rows, begins = kwargs["read_index"][group.place], key_starts
@@ -240,6 +239,37 @@ def _step(group: _Group, kwargs: dict[str, Any], num_tokens: int) -> _Step:
     return step
 
 
+def _decode(starts: Tensor, seq_lens: Tensor, block_tables: Tensor, B: int, num_tokens: int) -> _Step:
+    """Row s belongs to sequence s. ``block_tables`` is -1 past its end."""
+    last = (seq_lens - 1).clamp(min=0).long()
+    page = block_tables.gather(1, (last // B)[:, None])[:, 0].long()
+    slots = torch.where(seq_lens > 0, page * B + last % B, -1)
+    return _Step(starts, seq_lens, block_tables, slots[:num_tokens])
+
+
+def _attend_updated(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int,
+    kwargs: dict[str, Any],
+    features: dict[str, Any],
+) -> Tensor:
+    """From 5.24 on: kwargs hold the layer's part of the step, and the cache has the new tokens but for block tables."""
+    starts, key_starts = (kwargs[name].to(torch.int32) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    rows_of_key, rows_of_value = (states[0].transpose(0, 1) for states in (key, value))
+    if kwargs.get("block_table") is None:
+        rows = rows_of_key, rows_of_value, key_starts, int(_longest(kwargs)), starts
+        return _attend_rows(query, *rows, scale, sliding_window=window, **features)
+    pages, values = _without_overlap(kwargs["k_cache"], kwargs["v_cache"])
+    block_tables = kwargs["block_table"] // (2 if values is None else 1)
+    step = _decode(starts, key_starts.diff(), block_tables, pages.shape[-3], query.shape[0])
+    reshape_and_cache(rows_of_key, rows_of_value, pages, step.slot_mapping, value_cache=values)
+    batch = step.block_tables, step.seq_lens, step.query_start_loc
+    return paged_attention(query, pages, *batch, scale, value_cache=values, sliding_window=window, **features)
+
+
 def _attend_gathered(
     group: _Group,
     cache: Any,
@@ -252,7 +282,7 @@ def _attend_gathered(
 ) -> Tensor:
     """A layer with a window: attention to the gathered ring buffer and the new tokens, as pages of one token."""
     key_starts = _of_type(kwargs["cu_seq_lens_k"], group).to(torch.int32)
-    longest = max(int(_of_type(_longest(kwargs), group)), 1)
+    longest = int(_of_type(_longest(kwargs), group))
     read_index, write_index = kwargs["read_index"], kwargs["write_index"]
     if hasattr(cache, "layer_to_allocator"):
         states = (states[0].transpose(0, 1) for states in (key, value))
@@ -260,17 +290,27 @@ def _attend_gathered(
         keys, values = group.owner.update(*states, group.layer, *indices)  # [rows, K, D]
     else:
         keys, values = cache.update(key, value, group.layer, read_index, write_index)
-    rows = torch.arange(longest, dtype=torch.int32, device=query.device)
+    starts = kwargs["cu_seq_lens_q"].to(torch.int32)
+    return _attend_rows(
+        query, keys, values, key_starts, longest, starts, scale, sliding_window=group.window, **features
+    )
+
+
+def _attend_rows(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    starts: Tensor,
+    scale: float,
+    **features: Any,
+) -> Tensor:
+    """Attention to the sequences' ``keys`` and ``values`` ``[rows, K, D]`` in a row, as pages of one token."""
+    rows = torch.arange(max(longest, 1), dtype=torch.int32, device=query.device)
+    block_tables, seq_lens = key_starts[:-1, None] + rows, key_starts.diff()
     return paged_attention(
-        query,
-        keys[:, None],
-        key_starts[:-1, None] + rows,
-        key_starts.diff(),
-        kwargs["cu_seq_lens_q"].to(torch.int32),
-        scale,
-        value_cache=values[:, None],
-        sliding_window=group.window,
-        **features,
+        query, keys[:, None], block_tables, seq_lens, starts, scale, value_cache=values[:, None], **features
     )
 
 

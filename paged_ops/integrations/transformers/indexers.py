@@ -232,7 +232,7 @@ def _own_choice(indexer: Any, device: torch.device, dtype: torch.dtype) -> tuple
     inputs = _Inputs(random(columns_of_token), random(indexer.wq_b.in_features), embeddings)
     visible = (positions[None] <= positions[:, None])[None]
     with _changed(indexer, index_topk=_SELECTED):
-        return inputs, indexer(*inputs, visible, positions[None], past_key_values=None)
+        return inputs, indexer(*inputs, visible, positions[None], None)
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ from paged_ops.integrations.transformers.own_attention import (
 )
 from paged_ops.integrations.transformers.probe import CacheSpec, NoArgumentsError, Probe, masks_by_type, run_probe
 from paged_ops.integrations.transformers.prompt_ranges import ranges_of_prompt
-from paged_ops.integrations.transformers.recurrent import StateLayer, StateLayers
+from paged_ops.integrations.transformers.recurrent import StateLayer, StateLayers, cache_argument
 from paged_ops.integrations.transformers.refusals import (
     expect_arguments_of_attention,
     expect_cache_of_model,
@@ -125,7 +125,7 @@ class PagedCausalLM:
         batch_invariant: bool = False,
     ) -> None:
         refuse(model, has_own_attention)
-        self._carries_step = has_own_attention(model)
+        self._step_argument = cache_argument(model.forward) if has_own_attention(model) else None
         if model.device.type == "cuda":
             prepare()
         previous: Wrapping | None = getattr(model, "paged_wrapping", None)
@@ -134,10 +134,10 @@ class PagedCausalLM:
         self.batch_invariant, self._soft_cap = batch_invariant, 0.0
         if batch_invariant:
             expect_known(model)
-        limit = _position_limit(model)
-        freezes = list(length_dependent(model))
+        limit, freezes = _position_limit(model), list(length_dependent(model))
         most = None if limit is None else int(limit * max((stretch(rotary) for *_, rotary in freezes), default=1.0))
-        fits = max_model_len is None or (1 <= max_model_len and (most is None or max_model_len <= most))
+        is_length = max_model_len is None or hasattr(max_model_len, "__index__")
+        fits = is_length and (max_model_len is None or 1 <= max_model_len <= (most or max_model_len))
         expect(fits, "max_model_len", f"1 to {most}, the model's positions", max_model_len)
         self.model = model
         self.max_model_len: int | None = limit if max_model_len is None else max_model_len
@@ -233,9 +233,9 @@ class PagedCausalLM:
             probe = run()
         except NoArgumentsError as error:
             carry_step(self._wrapping, model, error)
-            self._carries_step = True
+            self._step_argument = cache_argument(model.forward)
             probe = run()
-        if probe.calls and not self._carries_step:
+        if probe.calls and not self._step_argument:
             expect_arguments_of_attention(model)
         expect_windows_of_cache(model, probe, self.max_model_len)
         # text tokens have type 0
@@ -482,8 +482,8 @@ class PagedCausalLM:
         else:
             tensors = kv_caches.states if isinstance(kv_caches, Probe) else kv_caches[self.num_layers :]
             arguments[self.states.argument] = self.states.step(metadata, len(input_ids), tensors)
-        if self._carries_step:
-            arguments["past_key_values"] = StepCache(kv_caches, metadata)
+        if self._step_argument:
+            arguments[self._step_argument] = StepCache(kv_caches, metadata)
         elif self._takes_more:
             arguments.update(kv_caches=kv_caches, attention_metadata=metadata)
         logits = self.model(input_ids=input_ids[None], use_cache=False, **arguments).logits[0]

@@ -17,7 +17,6 @@ Letters: T tokens of the batch, H query heads, K key/value heads, D head size.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +27,7 @@ from transformers.masking_utils import causal_mask_function
 
 from paged_ops.integrations.transformers.attention_function import attention
 from paged_ops.integrations.transformers.probe import NoArgumentsError, Probe, request_mask
+from paged_ops.integrations.transformers.recurrent import cache_argument
 from paged_ops.integrations.transformers.wrapping import UNDO, StepCache, Wrapping
 
 
@@ -52,13 +52,14 @@ def _bloom(module: Any, hidden_states: Tensor, residual: Tensor, *, layer_past: 
     return residual + module.dense(out), None
 
 
-def _mpt(module: Any, hidden_states: Tensor, *, past_key_values: Any = None, **_: Any) -> Any:
+def _mpt(module: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
     fused = module.Wqkv(hidden_states)
     if module.clip_qkv:
         fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
     heads = fused.unflatten(2, (3, module.n_heads, module.head_dim))
     query, key, value = (each.transpose(1, 2) for each in heads.unbind(2))
-    out = _attend(module, query, key, value, past_key_values, module.softmax_scale, module.paged_slopes)
+    step = kwargs.get("cache", kwargs.get("past_key_values"))
+    out = _attend(module, query, key, value, step, module.softmax_scale, module.paged_slopes)
     return module.out_proj(out), None
 
 
@@ -139,19 +140,20 @@ def carry_step(wrapping: Wrapping, model: nn.Module, error: NoArgumentsError) ->
     """
     attention = error.module
     kind: Any = type(attention)
-    if "past_key_values" not in inspect.signature(kind.forward).parameters or "forward" in vars(attention):
+    argument = cache_argument(kind.forward)
+    if argument is None or "forward" in vars(attention):
         raise error
-    carrying = _carrying(kind)
+    carrying = _carrying(kind, argument)
     for module in [each for each in model.modules() if type(each) is type(attention)]:
         wrapping.retype(module, carrying)
 
 
 @functools.cache
-def _carrying(kind: Any) -> type:
-    def forward(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        if isinstance(past_key_values, StepCache):
-            step, past_key_values = past_key_values, None
-            kwargs.update(kv_caches=step.kv_caches, attention_metadata=step.metadata)
-        return kind.forward(self, *args, past_key_values=past_key_values, **kwargs)
+def _carrying(kind: Any, argument: str) -> type:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = kwargs.get(argument)
+        if isinstance(step, StepCache):
+            kwargs.update({argument: None, "kv_caches": step.kv_caches, "attention_metadata": step.metadata})
+        return kind.forward(self, *args, **kwargs)
 
     return type(f"Paged{kind.__name__}", (kind,), {"forward": forward})

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paged_ops.integrations.transformers.attention_function import PROBE
 from paged_ops.integrations.transformers.probe import masks_by_type, ranges_of, reach_of
+from paged_ops.integrations.transformers.recurrent import cache_argument
 
 
 def ranges_of_prompt(model: Any, token_type_ids: Sequence[int] | Tensor) -> list[tuple[int, int]]:
@@ -29,7 +30,7 @@ def ranges_of_prompt(model: Any, token_type_ids: Sequence[int] | Tensor) -> list
         "inputs_embeds": torch.zeros(1, n, 1, dtype=torch.float32, device="cpu"),
         "attention_mask": torch.ones(1, n, dtype=torch.bool, device="cpu"),
         "position_ids": torch.arange(n, device="cpu")[None],
-        "past_key_values": None,
+        cache_argument(model.create_masks_for_generate) or "past_key_values": None,
     }
     plain, typed = (
         model.create_masks_for_generate(config=config, token_type_ids=each, is_first_iteration=True, **prompt)

@@ -33,6 +33,12 @@ _NUM_BEFORE = 6  # tokens in the first chunk
 _OURS = ("kv_caches", "attention_metadata")  # arguments for the attention function only
 
 
+def cache_argument(forward: Callable[..., Any]) -> str | None:
+    """The name of a forward's argument for transformers' cache, if it has one: from 5.24 on ``cache``."""
+    given = inspect.signature(forward).parameters
+    return next((name for name in ("cache", "cache_params", "past_key_values") if name in given), None)
+
+
 class StateLayer:
     """A module that keeps state, and its forward for a step of many sequences.
 
@@ -137,10 +143,9 @@ class StateLayers:
             return None
         if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
             return None
-        arguments = inspect.signature(model.forward).parameters
-        argument = "cache_params" if "cache_params" in arguments else "past_key_values"
-        observed = _observe(model, cache, argument)
-        if not observed:
+        argument = cache_argument(model.forward)
+        observed = [] if argument is None else _observe(model, cache, argument)
+        if argument is None or not observed:
             return None
         layers = []
         for call in observed:

@@ -52,7 +52,9 @@ def pages(seed=0, N=12, B=4, K=2, D=8):
     return torch.randn(N, B, K, D), torch.randn(N, B, K, D)
 
 
-@pytest.mark.parametrize(("version", "one_tensor"), [("5.17", False), ("5.23", False), ("5.23", True)])
+@pytest.mark.parametrize(
+    ("version", "one_tensor"), [("5.17", False), ("5.23", False), ("5.23", True), ("5.24", False), ("5.24", True)]
+)
 def test_decode_by_block_tables_writes_and_attends(version, one_tensor):
     """What a GPU's decode hands over: tables padded with -1, lengths with the new token, padding at the end."""
     K, D, H, B = 2, 8, 4, 4
@@ -82,20 +84,23 @@ def test_decode_by_block_tables_writes_and_attends(version, one_tensor):
     starts = torch.tensor([0, 1, 2, 2], dtype=torch.int32)
     longest = {"max_length_k": {"full_attention": 1}} if version == "5.23" else {"max_seqlen_k": 1}
     key_starts = torch.tensor([0, 6, 10, 10], dtype=torch.int32)
+    block_table = torch.where(tables < 0, tables, 2 * tables) if one_tensor else tables
+    given = {"cache": cache, "block_table": block_table}
+    if version == "5.24":
+        given = {"k_cache": views[0], "v_cache": views[1], "block_table": block_table[0]}
     out, _ = attention(
         SimpleNamespace(layer_idx=0),
         query,
         key,
         value,
         None,
-        cache=cache,
         scaling=0.3,
         cu_seq_lens_q=starts,
         cu_seq_lens_k={"full_attention": key_starts} if version == "5.23" else key_starts,
-        block_table=torch.where(tables < 0, tables, 2 * tables) if one_tensor else tables,
         read_index=[],
         write_index=[],
         **longest,
+        **given,
     )
     for s, (page, offset) in enumerate([(7, 1), (5, 3)]):
         written[0][page, offset], written[1][page, offset] = key[0, :, s], value[0, :, s]
@@ -106,6 +111,26 @@ def test_decode_by_block_tables_writes_and_attends(version, one_tensor):
         weights = torch.softmax(torch.einsum("hd,jhd->hj", query[0, :, s], keys) * 0.3, dim=-1)
         torch.testing.assert_close(out[0, s], torch.einsum("hj,jhd->hd", weights, values), atol=1e-5, rtol=1e-5)
     assert (out[0, 2] == 0).all()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_keys_that_the_layer_gathered_are_attended_to(window):
+    """From 5.24 on a layer updates the cache itself, and passes all keys of the sequences, one after another."""
+    K, D, H, lens, new = 2, 8, 4, [6, 4], [2, 1]
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, H, 3, D), torch.randn(1, K, 10, D), torch.randn(1, K, 10, D)
+    ends = {"cu_seq_lens_q": torch.tensor([0, 2, 3]), "cu_seq_lens_k": torch.tensor([0, 6, 10]), "max_length_k": 6}
+    out, _ = attention(
+        SimpleNamespace(), query, key, value, None, sliding_window=window, read_index=[], write_index=[], **ends
+    )
+    for s, (row, first) in enumerate([(0, 0), (2, 6)]):
+        for i in range(new[s]):
+            last = first + lens[s] - new[s] + i + 1
+            seen = slice(first if window is None else max(first, last - window), last)
+            keys, values = (x[0, :, seen].repeat_interleave(H // K, dim=0) for x in (key, value))
+            weights = torch.softmax(torch.einsum("hd,hjd->hj", query[0, :, row + i], keys) * D**-0.5, dim=-1)
+            expected = torch.einsum("hj,hjd->hd", weights, values)
+            torch.testing.assert_close(out[0, row + i], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", list(MODELS))

@@ -169,7 +169,7 @@ def test_frequencies_are_those_of_the_longest_text() -> None:
         with pytest.raises(ValueError, match=r"position embeddings are fixed to one length; .*unwrap\(\)"):
             model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2)
         assert generate_by_transformers(paged.unwrap()) == short
-    for max_model_len in (0, 65):
+    for max_model_len in (0, 65, "64", 64.0):
         with pytest.raises(
             ValueError, match=f"max_model_len: expected 1 to 64, the model's positions, got {max_model_len}"
         ):

@@ -19,7 +19,7 @@ from paged_ops.cache.states import StateCache, StateSpec  # noqa: E402
 from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
 from paged_ops.inspection import CompileReport  # noqa: E402
 from paged_ops.integrations.transformers import PagedCausalLM  # noqa: E402
-from paged_ops.integrations.transformers.recurrent import StateLayers  # noqa: E402
+from paged_ops.integrations.transformers.recurrent import StateLayers, cache_argument  # noqa: E402
 
 B, V, NEW_TOKENS = 4, 256, 10
 LENGTHS = (1, 2, 3, 5, 9, 17, 24, 33)
@@ -378,6 +378,20 @@ def test_the_module_is_its_own_for_other_caches() -> None:
     assert generate(model)[0] == expected("qwen3_next")
     layers.remove()
     assert "forward" not in layers.layers[0].module.__dict__
+
+
+@pytest.mark.parametrize("name", ["cache", "cache_params", "past_key_values"])
+def test_the_argument_for_the_cache_has_each_release_s_name(name: str) -> None:
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**NO_ATTENTION, num_hidden_layers=1)).eval()
+    forward = model.forward
+    given = cache_argument(forward)
+    scope = {"forward": lambda cache, **rest: forward(**{given: cache}, **rest)}
+    exec(
+        f"def renamed(input_ids=None, {name}=None, **rest): return forward({name}, input_ids=input_ids, **rest)", scope
+    )
+    model.forward = scope["renamed"]
+    layers = StateLayers.find(model)
+    assert layers is not None and layers.argument == name
 
 
 def test_models_without_states() -> None:
