@@ -99,6 +99,12 @@ def at_least(least: int, **arguments: int) -> None:
             expect(False, name, f"at least {least}", value)
 
 
+def flag(argument: str, value: bool) -> bool:
+    """The value, which must be True or False."""
+    expect(isinstance(value, bool), argument, "True or False", describe_setting(value))
+    return value
+
+
 def distinct_entries(selected_keys: Tensor) -> None:
     """Check that no row of ``selected_keys [T, G, k]`` has an entry twice; negative ones are padding."""
     entries = selected_keys.sort(-1).values

@@ -33,7 +33,7 @@ import torch
 
 from paged_ops.cache.hybrid import HybridCache
 from paged_ops.cache.kv_cache import KVCache
-from paged_ops.checks import NotCopied, expect
+from paged_ops.checks import NotCopied, expect, flag
 from paged_ops.generation.changes import Launched, StepChanges, apply_changes
 from paged_ops.generation.inbox import Inbox
 from paged_ops.generation.model_step import ModelRunner, ModelStep, check_sizes
@@ -141,10 +141,10 @@ class GenerationLoop(NotCopied):
         self._lock = kv_cache.lock
         self._changes: StepChanges | None = None  # that are decided, and not yet all made
         self._launched: Launched | None = None  # the step that the device runs, whose slots are committed
+        overlap = flag("overlap", kv_cache.device.type == "cuda" if overlap is None else overlap)
         agreed = *sizes, str(self.graph_mode), overlap
-        self._ranks = join_ranks(step, group, rank_time_limit, self._inbox, kv_cache, self.stats, agreed)
-        overlaps = self._ranks.shares_tokens and (kv_cache.device.type == "cuda" if overlap is None else overlap)
-        self._steps = Steps(self._model, self._scheduler, kv_cache, self._ranks, self.stats, overlaps)
+        self._ranks = ranks = join_ranks(step, group, rank_time_limit, self._inbox, kv_cache, self.stats, agreed)
+        self._steps = Steps(self._model, self._scheduler, kv_cache, ranks, self.stats, ranks.shares_tokens and overlap)
         clean_up = functools.partial(free_all, kv_cache, self._scheduler.unfinished)
         weakref.finalize(self, kv_cache.lock.run_or_defer, clean_up, waits=False).atexit = False
 

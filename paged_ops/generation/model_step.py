@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paged_ops.cache.hybrid import HybridCache
 from paged_ops.cache.kv_cache import KVCache
-from paged_ops.checks import at_least, expect
+from paged_ops.checks import at_least, expect, flag
 from paged_ops.generation.sampling import try_draws
 from paged_ops.graphs import DecodeGraphs, GraphMode, capture_sizes
 from paged_ops.graphs.runner import mode_on
@@ -83,7 +83,7 @@ class ModelRunner:
         self._version: Hashable = None  # of the weights that compute the unfinished requests
         self._captured_place: Hashable = None  # the place of the weights that the captured graphs read
         self.graphs = DecodeGraphs(
-            compile_step(step, kv_cache.states is not None) if compile else step,
+            compile_step(step, kv_cache.states is not None) if flag("compile", compile) else step,
             kv_cache,
             max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens,

@@ -399,12 +399,10 @@ def read_prompts(prompts: Any) -> list[Any]:
         _refuse_text("prompts")
     if isinstance(prompts, Mapping):
         return _without_padding(prompts)
-    if isinstance(prompts, Tensor):
-        expect(prompts.dim() == 2, "prompts", "a tensor [S, n], or a list of prompts", prompts)
-        return list(prompts)
-    expect(isinstance(prompts, Iterable), "prompts", "a list of prompts, or a tensor [S, n]", prompts)
+    is_many = prompts.dim() == 2 if isinstance(prompts, Tensor) else isinstance(prompts, Iterable)
+    expect(is_many, "prompts", "a list of prompts, or a tensor [S, n]", prompts)
     prompts = list(prompts)
-    if prompts and _is_index(prompts[0]):
+    if prompts and _is_index(prompts[0]) and not getattr(prompts[0], "ndim", 0):
         raise ValueError("prompts: expected a list of prompts, got token ids; put the one prompt into a list")
     return prompts
 

@@ -475,7 +475,7 @@ def test_prompts_that_are_refused(prompt: Any, message: str) -> None:
         ("a text", "prompts: expected token ids, got a string"),
         (["a", "b"], r"prompts\[0\]: expected token ids, got a string"),
         ([1, 2, 3], "prompts: expected a list of prompts, got token ids; put the one prompt into a list"),
-        (torch.tensor([1, 2]), r"prompts: expected a tensor \[S, n\]"),
+        (torch.tensor([1, 2]), r"prompts: expected a list of prompts, or a tensor \[S, n\]"),
         (torch.tensor([[7, 7, 3], [1, 2, 3]]), r"prompts: .* padding \(7\) on the left; give the tokenizer's whole"),
         ([[1, 2, 7], [1, 2, 3]], r"prompts: .* padding \(7\) on the right"),
         ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, "attention_mask: expected the shape of input_ids"),

@@ -32,7 +32,7 @@ from paged_ops.cache.hybrid import HybridCache, pools_by_reach
 from paged_ops.cache.kv_cache import KVCache
 from paged_ops.cache.shard import UNSHARDED
 from paged_ops.cache.states import StateCache
-from paged_ops.checks import expect
+from paged_ops.checks import expect, flag
 from paged_ops.integrations.transformers import indexers
 from paged_ops.integrations.transformers.all_reduce_fusion import LAST_NORMS, AllReduceReport, Watch
 from paged_ops.integrations.transformers.attention_function import PROBE
@@ -131,7 +131,7 @@ class PagedCausalLM:
         previous: Wrapping | None = getattr(model, "paged_wrapping", None)
         if previous is not None:  # before reading anything that it replaced, such as position embeddings
             previous.undo()
-        self.batch_invariant, self._soft_cap = batch_invariant, 0.0
+        self.batch_invariant, self._soft_cap = flag("batch_invariant", batch_invariant), 0.0
         if batch_invariant:
             expect_known(model)
         limit, freezes = _position_limit(model), list(length_dependent(model))
