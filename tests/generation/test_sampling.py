@@ -345,15 +345,15 @@ def test_what_a_step_issues_on_a_gpu(
 
 
 HIDES_NAN = {"logits_processor": lambda input_ids, scores: scores.nan_to_num(0.0, 0.0, 0.0)}
-
-
 GIVES_NAN = {"logits_processor": lambda input_ids, scores: torch.full_like(scores, torch.nan)}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("others", [{}, PENALTIES])
 @pytest.mark.parametrize(
-    "fields", [{}, PENALTIES, {**PENALTIES, "temperature": 1.0}, {"min_new_tokens": 3}, HIDES_NAN, GIVES_NAN], ids=str
+    "fields",
+    [{}, PENALTIES, {**PENALTIES, "temperature": 1.0}, {"min_new_tokens": 3}, HIDES_NAN, GIVES_NAN],
+    ids=["none", "penalties", "drawn with penalties", "min_new_tokens", "hides NaN", "gives NaN"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_row_without_a_finite_likeliest_logit_has_no_token(

@@ -79,7 +79,7 @@ def test_a_layer_that_is_not_invariant_is_found():
     layer = paged.model.model.layers[1].mlp.down_proj
 
     def planted(x):  # rounds differently with more than one row
-        return torch.nn.functional.linear(x * (1.0 + 2.0**-20 * (x.shape[1] > 1)), layer.weight)
+        return torch.nn.functional.linear(x * (1.0 + 2.0**-10 * (x.shape[1] > 1)), layer.weight)
 
     layer.forward = planted
     alone, _ = generate(paged, PROMPTS, max_num_seqs=1)
