@@ -78,8 +78,8 @@ def test_a_layer_that_is_not_invariant_is_found():
     paged = PagedCausalLM(tiny("llama"), batch_invariant=True)
     layer = paged.model.model.layers[1].mlp.down_proj
 
-    def planted(x):  # rounds differently with more than one row
-        return torch.nn.functional.linear(x * (1.0 + 2.0**-10 * (x.shape[1] > 1)), layer.weight)
+    def planted(x):  # other numbers with more rows than one sequence has, which is padded to two
+        return torch.nn.functional.linear(x * (1.0 + 2.0**-10 * (x.shape[1] > 2)), layer.weight)
 
     layer.forward = planted
     alone, _ = generate(paged, PROMPTS, max_num_seqs=1)
