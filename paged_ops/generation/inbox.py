@@ -105,7 +105,7 @@ class Inbox:
     def find(self, request_id: int) -> Request | None:
         """The request with that id, or None if it is no longer kept."""
         count = self._maker.next_id
-        expect(isinstance(request_id, int), "request_id", "an id that submit returned", request_id)
+        expect(hasattr(request_id, "__index__"), "request_id", "an id that submit returned", request_id)
         request = self._requests.get(request_id)
         known = request is not None or 0 <= request_id < count
         expect(known, "request_id", f"one of {count} that were given", request_id)

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
 
 ROOT = Path(__file__).parents[2]
-MODELS = ("windowed", "latent", "states", "invariant", "block_indexed")
+MODELS = ("dense", "windowed", "latent", "states", "invariant", "block_indexed")
 
 
 def run(module: str, *arguments: str, **env: str) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def expect_nothing_later(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_steps", [150])
+@pytest.mark.parametrize("num_steps", [250])
 def test_gpu_kernels_are_those_of_warm_up(num_steps: int) -> None:
     """On an imitated H200: Triton is asked for no kernel in random steps."""
     faults = ("latent without prompts", "dense without sizes")
@@ -45,10 +45,9 @@ def test_gpu_kernels_are_those_of_warm_up(num_steps: int) -> None:
     for found in every[: len(MODELS)]:
         assert 5 <= len(found["warm"]) <= 50
         assert found["sizes"] >= 30
-        assert found["stats"]["overlapped_steps"]
+        assert found["stats"]["swapped_out"] and found["stats"]["overlapped_steps"]
         assert bool(found["stats"]["cached_tokens"]) == (found["case"] != "states")
         expect_nothing_later(found)
-    assert sum(bool(found["stats"]["swapped_out"]) for found in every) > 3
     for found in every[len(MODELS) :]:  # the test can fail
         assert found["later"], found["case"]
 

@@ -19,7 +19,7 @@ from tests.gpu.imitated import imitate
 
 V = 64
 MOST_SEQS, MOST_TOKENS, LONGEST = 24, 256, 700
-PHASE = 50  # steps
+PHASE = 100  # steps
 
 
 class RandomLogits:
