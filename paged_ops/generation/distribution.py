@@ -146,18 +146,14 @@ def _aligned(scores: Tensor) -> Tensor:
     return torch.nn.functional.pad(scores, (0, rest), value=-torch.inf) if rest else scores
 
 
-def random_key(seed: int, sample: int, position: int) -> int:
-    """A key for :func:`draw`, as a signed 64-bit number: equal arguments, equal random numbers."""
-    return key_at(key_of(seed, sample), position)
-
-
 def key_of(seed: int, sample: int) -> int:
-    """The part of :func:`random_key` that all positions share."""
+    """The key of a sample, for :func:`random_key`."""
     return _joined(_joined(0, seed), sample)
 
 
-def key_at(key: int, position: int) -> int:
-    """:func:`random_key`, from :func:`key_of`."""
+def random_key(key: int, position: int) -> int:
+    """A key for :func:`draw`, as a signed 64-bit number: equal seeds, samples and positions, equal random numbers.
+    ``key``: of :func:`key_of`."""
     return _signed(_joined(key, position))
 
 

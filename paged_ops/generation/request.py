@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paged_ops.checks import NotCopied, describe, expect
-from paged_ops.generation.distribution import key_at, key_of, on_device
+from paged_ops.generation.distribution import key_of, on_device, random_key
 from paged_ops.generation.params import MOST_ID, SamplingParams, TokenLogprobs
 from paged_ops.generation.settings import Defaults, Settings
 
@@ -149,7 +149,7 @@ class Request:
 
     def random_key(self) -> int:
         """The key of the random numbers that choose the next token."""
-        return key_at(self._key, self.length)
+        return random_key(self._key, self.length)
 
     def input_ids(self, device: torch.device, newest: int | Tensor | None = None) -> Tensor:
         """The tokens as int64 ``[1, n]``, and a newest one that is not yet among them: an integer, or an unread token

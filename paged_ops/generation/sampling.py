@@ -163,8 +163,8 @@ def try_draws(logits: Tensor, num_rows: int) -> Callable[[], None]:
     ids = on_device([0], torch.int64, device)
 
     def try_draw(rows: Tensor) -> None:
-        each, limits, penalties = range(len(rows)), Settings(temperature=1.0, top_k=1).limits, Settings().penalties
-        draw_rows(rows, _likeliest(rows)[0], [(r, 0, *limits) for r in each])
+        each, limits, penalties = range(len(rows)), Settings(temperature=1.0).limits, Settings().penalties
+        draw_rows(rows, _likeliest(rows)[0], [(r, 0, 1, *limits) for r in each])
         penalized(rows, [(r, ids.data_ptr(), 1, 0, 0, *penalties) for r in each], None)
 
     def finish() -> None:
@@ -310,15 +310,12 @@ def _draw(logits: Tensor, best: Tensor, rows: Sequence[int], requests: Sequence[
     """A token for each of these rows of logits ``[R, V]``, drawn as its request asks. ``best [R]``: their largest."""
     V, keys = logits.shape[-1], [requests[row].random_key() for row in rows]
     some = [requests[row].settings for row in rows]
+    top_k = [min(each.top_k, V) for each in some]
     if by_kernels(logits):
         from paged_ops.lowerings.gpu.draw import draw_rows
 
-        draws = []
-        for row, key, settings in zip(rows, keys, some, strict=True):
-            k, inverse, top_p, min_p = settings.limits
-            draws.append((row, key, min(k, V), inverse, top_p, min_p))
-        return draw_rows(logits, best, draws)
-    top_k = [min(each.top_k, V) for each in some]
+        columns = zip(rows, keys, top_k, some, strict=True)
+        return draw_rows(logits, best, [(row, key, k, *each.limits) for row, key, k, each in columns])
     temperature, top_p, min_p = torch.tensor(
         [[each.temperature for each in some], [each.top_p for each in some], [each.min_p for each in some]],
         dtype=torch.float64,

@@ -132,10 +132,10 @@ class Settings:
         return self.logprobs is not None or self.prompt_logprobs is not None
 
     @functools.cached_property
-    def limits(self) -> tuple[int, int, int, int]:
-        """For the kernels that draw: top_k, and the bits of the inverse temperature, top_p and min_p."""
+    def limits(self) -> tuple[int, int, int]:
+        """For the kernels that draw: the bits of the inverse temperature, top_p and min_p."""
         inverse = inverse_of(torch.tensor(self.temperature, dtype=torch.float64, device="cpu")).item()
-        return self.top_k, bits_of(inverse), bits_of(self.top_p), bits_of(self.min_p)
+        return bits_of(inverse), bits_of(self.top_p), bits_of(self.min_p)
 
     @functools.cached_property
     def penalties(self) -> tuple[int, int, int]:

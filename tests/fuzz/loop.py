@@ -402,7 +402,8 @@ class Session:
         """How far from being drawn each token is, by the rule of the documentation, from exact logits. Rows in which a
         token may be at the edge of top-k or top-p are not judged."""
         assert params.seed is not None and params.temperature
-        keys = [distribution.random_key(params.seed, sample, first + at) for at in range(len(logits))]
+        key = distribution.key_of(params.seed, sample)
+        keys = [distribution.random_key(key, first + at) for at in range(len(logits))]
         p = torch.softmax(logits / params.temperature, -1)
         top_p = 1.0 if params.top_p is None else params.top_p
         unclear = torch.zeros(len(p), 1, dtype=torch.bool)

@@ -10,7 +10,7 @@ from torch import Tensor
 import paged_ops
 from paged_ops.cache import KVCache
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
-from paged_ops.generation.distribution import draw, random_key, uniforms
+from paged_ops.generation.distribution import draw, key_of, random_key, uniforms
 from paged_ops.metadata import AttentionMetadata
 from tests.generation.toy import (
     EXPECTED,
@@ -116,7 +116,7 @@ def test_samples_follow_the_distribution() -> None:
     draws = 4000
 
     def frequencies(temperature: float, top_p: float = 1.0) -> Tensor:
-        keys = torch.tensor([random_key(3, 0, position) for position in range(draws)])
+        keys = torch.tensor([random_key(key_of(3, 0), position) for position in range(draws)])
         limits = None if top_p == 1 else torch.full((draws,), top_p, dtype=torch.float64)
         tokens = draw(logits.expand(draws, 5), torch.full((draws,), temperature), keys, top_p=limits)
         if limits is None:
@@ -713,7 +713,9 @@ def test_extreme_temperatures() -> None:
 
 
 def test_random_numbers_are_uniform_and_independent() -> None:
-    keys = torch.tensor([random_key(seed, sample, at) for seed in range(20) for sample in range(10) for at in range(9)])
+    keys = torch.tensor(
+        [random_key(key_of(seed, sample), at) for seed in range(20) for sample in range(10) for at in range(9)]
+    )
     assert len(keys.unique()) == 1800
     numbers = uniforms(keys)
     assert bool(((numbers > 0) & (numbers < 1)).all())
@@ -892,7 +894,7 @@ def test_a_prompt_preempts_a_younger_request_that_decodes(num_host_blocks: int, 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 def test_sampling_on_a_gpu() -> None:
     scores = torch.randn(16, 3000, generator=torch.Generator().manual_seed(2))
-    keys = torch.tensor([random_key(seed, 0, 3) for seed in range(16)])
+    keys = torch.tensor([random_key(key_of(seed, 0), 3) for seed in range(16)])
     temperature, top_p = torch.full((16,), 1.3), torch.full((16,), 0.9, dtype=torch.float64)
     assert torch.equal(uniforms(keys.to(GPU)).cpu(), uniforms(keys))
     given = scores, temperature, keys, torch.full((16,), 2000), top_p, torch.full((16,), 1e-4)

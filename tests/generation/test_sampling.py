@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paged_ops.cache import KVCache
 from paged_ops.generation import GenerationLoop, SamplingParams, sampling
-from paged_ops.generation.distribution import draw, penalize, random_key, uniforms
+from paged_ops.generation.distribution import draw, key_of, penalize, random_key, uniforms
 from tests.generation.toy import EXPECTED, GREEDY, PROMPTS, B, D, K, V, assert_empty, make_loop, toy_step
 
 GENERATOR = torch.Generator().manual_seed(5)
 
 
 def keys(count: int) -> Tensor:
-    return torch.tensor([random_key(7, 0, position) for position in range(count)])
+    return torch.tensor([random_key(key_of(7, 0), position) for position in range(count)])
 
 
 def drawn_by_definition(scores: Tensor, temperature: float, key: int, k: int, top_p: float, min_p: float) -> list[int]:

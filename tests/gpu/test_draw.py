@@ -12,7 +12,7 @@ if not (os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1 before triton is imported", allow_module_level=True)
 pytest.importorskip("triton")
 
-from paged_ops.generation.distribution import bits_of, draw, penalize, random_key
+from paged_ops.generation.distribution import bits_of, draw, key_of, penalize, random_key
 from paged_ops.generation.settings import Settings
 from paged_ops.lowerings.gpu.draw import draw_rows, likeliest
 from paged_ops.lowerings.gpu.penalties import penalized
@@ -48,12 +48,12 @@ def test_draws_are_those_of_the_cpu(width: int, dtype: torch.dtype, spread: floa
     logits = (torch.randn(S, width, generator=generator) * spread).to(dtype)
     logits[1, ::3], logits[2, :-5] = -torch.inf, -torch.inf
     rows = torch.randint(S, (R,), generator=generator)
-    keys = torch.tensor([random_key(width, 0, position) for position in range(R)])
+    keys = torch.tensor([random_key(key_of(width, 0), position) for position in range(R)])
     top_k, top_p, min_p, temperature = (torch.tensor(each, dtype=torch.float64) for each in zip(*LIMITS, strict=True))
     top_k = top_k.long().clamp(max=width)
     wanted = draw(logits[rows].float(), temperature, keys, top_k, top_p, min_p, width)
     on_device = logits.to(DEVICE)
-    limits = [Settings(top_k=min(k, width), top_p=p, min_p=m, temperature=t).limits for k, p, m, t in LIMITS]
+    limits = [(min(k, width), *Settings(top_p=p, min_p=m, temperature=t).limits) for k, p, m, t in LIMITS]
     given = [(*each, *more) for *each, more in zip(rows.tolist(), keys.tolist(), limits, strict=True)]
     assert draw_rows(on_device, on_device.max(-1).values, given).tolist() == wanted.tolist()
 
@@ -62,8 +62,8 @@ def test_rows_without_a_likeliest_token_end() -> None:
     logits = torch.randn(4, 700, device=DEVICE)
     logits[0], logits[1, 5], logits[2, 7] = -torch.inf, torch.inf, torch.nan
     for top_k in (0, 3):
-        limits = Settings(top_k=top_k, top_p=0.5, temperature=2.0).limits
-        tokens = draw_rows(logits, logits.max(-1).values, [(r, r, *limits) for r in range(4)])
+        limits = Settings(top_p=0.5, temperature=2.0).limits
+        tokens = draw_rows(logits, logits.max(-1).values, [(r, r, top_k, *limits) for r in range(4)])
         assert bool(((tokens >= 0) & (tokens < 700)).all())
 
 
