@@ -61,6 +61,17 @@ def test_a_plan_that_is_shared_launches_what_a_plan_of_its_own_would(launched):
     assert len({(name, grid) for name, grid, *_ in shared}) > 20
 
 
+def test_a_scale_that_is_0_in_float32_is_planned_as_0(launched):
+    """The Hopper kernels take the maximum before they scale, and 0 times their -inf would be NaN."""
+
+    def kernels(scale):
+        launched.clear()
+        gpu.paged_attention(*step(4000, 1)[1][:-1], scale)
+        return [name for name, *_ in launched]
+
+    assert kernels(1e-50) == kernels(0.0) != kernels(1e-40)
+
+
 @pytest.mark.parametrize("wrong", ["block_tables", "query_start_loc", "seq_lens", "out"])
 def test_sizes_that_disagree_are_refused_after_a_thousand_that_agree(launched, wrong):
     for T, S in random_sizes(20):

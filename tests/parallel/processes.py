@@ -98,6 +98,8 @@ def _serve(rank: int, size: int, folder: str, pipe: Any) -> None:
     if torch.cuda.device_count() >= size:
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers would give each rank a GPU
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
     while True:
         try:

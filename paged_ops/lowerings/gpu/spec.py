@@ -10,6 +10,7 @@ Letters as in :mod:`paged_ops.lowerings.gpu.attention.call`.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import Any, NamedTuple
 
@@ -322,8 +323,9 @@ def pattern_of(sparse: masks.SparsePattern, H: int, K: int) -> Pattern:
 
 
 def numbers_of(f: Features, scale: float, table_stride: int, S: int, T: int) -> Numbers:
-    """The numbers of a call."""
-    return Numbers(float(scale), float(f.soft_cap), *spans(f.sliding_window, f.attention_chunk), table_stride, S, T)
+    """The numbers of a call. ``scale`` is the float32 that kernels get: where it rounds to 0, it is not positive."""
+    spans_ = spans(f.sliding_window, f.attention_chunk)
+    return Numbers(ctypes.c_float(scale).value, float(f.soft_cap), *spans_, table_stride, S, T)
 
 
 def spans(sliding_window: int, attention_chunk: int) -> tuple[int, int]:
