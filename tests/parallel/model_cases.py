@@ -124,7 +124,7 @@ def killed(rank: int, size: int, folder: str, limit: float, after: float) -> Any
     paged, died = PagedCausalLM(load(make("llama", folder, rank), size)), os.path.join(folder, "died")
     sizes = dict(max_num_seqs=4, max_num_tokens=24, graph_mode="FULL_DECODE_ONLY", rank_time_limit=limit)
     loop = GenerationLoop(paged, paged.allocate_kv_cache(4096, 4), overlap=True, **sizes)
-    endless = SamplingParams(max_new_tokens=4000, stop_token_ids=())
+    long = SamplingParams(max_new_tokens=200, stop_token_ids=())
     loop.warm_up()
     loop.generate(TEXTS[:1], GREEDY)
 
@@ -138,7 +138,7 @@ def killed(rank: int, size: int, folder: str, limit: float, after: float) -> Any
         threading.Timer(after, kill).start()
     steps = loop.stats.steps
     try:
-        loop.generate([text[:1] for text in TEXTS[:3]], endless)
+        loop.generate([text[:1] for text in TEXTS[:3]] * 100, long)  # 15,000 steps
     except Exception as error:
         with open(died) as file:
             seconds = time.time() - float(file.read())
