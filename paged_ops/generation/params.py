@@ -95,9 +95,6 @@ class SamplingParams:
             if is_integer(value):  # of numpy or a tensor
                 object.__setattr__(self, name, operator.index(value))
         expect(self.top_p != 0, "top_p", "a number in (0, 1]", self.top_p)
-        least, most = self.min_new_tokens, self.max_new_tokens
-        if least is not None and most is not None:
-            expect(least <= most, "min_new_tokens", f"at most max_new_tokens = {most}", least)
         # Iterators are read once, so the fields are tuples from here on.
         if self.stop_token_ids is not None:
             object.__setattr__(self, "stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids))

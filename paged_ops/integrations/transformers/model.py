@@ -32,7 +32,7 @@ from paged_ops.cache.hybrid import HybridCache, pools_by_reach
 from paged_ops.cache.kv_cache import KVCache
 from paged_ops.cache.shard import UNSHARDED
 from paged_ops.cache.states import StateCache
-from paged_ops.checks import expect, flag, integers
+from paged_ops.checks import expect, flag, is_integer
 from paged_ops.integrations.transformers import indexers
 from paged_ops.integrations.transformers.all_reduce_fusion import LAST_NORMS, AllReduceReport, Watch
 from paged_ops.integrations.transformers.attention_function import PROBE
@@ -125,8 +125,6 @@ class PagedCausalLM:
         batch_invariant: bool = False,
     ) -> None:
         self.batch_invariant, latent = flag("batch_invariant", batch_invariant), flag("latent", latent)
-        if max_model_len is not None:
-            (max_model_len,) = integers(1, max_model_len=max_model_len)
         refuse(model, has_own_attention)
         self._step_argument = cache_argument(model.forward) if has_own_attention(model) else None
         if model.device.type == "cuda":
@@ -139,8 +137,10 @@ class PagedCausalLM:
             expect_known(model)
         limit, freezes = _position_limit(model), list(length_dependent(model))
         most = None if limit is None else int(limit * max((stretch(rotary) for *_, rotary in freezes), default=1.0))
-        fits = max_model_len is None or most is None or max_model_len <= most
-        expect(fits, "max_model_len", f"1 to {most}, the model's positions", max_model_len)
+        if max_model_len is not None:
+            fits = is_integer(max_model_len, 1) and (most is None or int(max_model_len) <= most)
+            expect(fits, "max_model_len", f"1 to {most}, the model's positions", max_model_len)
+            max_model_len = int(max_model_len)
         self.model = model
         self.max_model_len: int | None = limit if max_model_len is None else max_model_len
         forward = inspect.signature(model.forward).parameters
