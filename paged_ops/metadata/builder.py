@@ -102,8 +102,6 @@ class AttentionMetadataBuilder(NotCopied):
         (max_blocks_per_seq,) = integers(1, max_blocks_per_seq=max_blocks_per_seq)
         rooms = {"num_state_rows": num_state_rows, "max_bidirectional_ranges": max_bidirectional_ranges}
         num_state_rows, max_bidirectional_ranges = integers(0, **rooms)
-        if unused_block_id is not None:
-            (unused_block_id,) = integers(0, unused_block_id=unused_block_id)
         with_inputs = flag("with_inputs", with_inputs)
         expect(1 <= max_num_tokens < 2**31, "max_num_tokens", "1 or more, and less than 2**31", max_num_tokens)
         most_blocks = (2**31 - 1) // block_size
