@@ -21,7 +21,7 @@ def set_debug_checks(enabled: bool) -> None:
     reading a value costs no sync, they are always checked.
     """
     global _debug
-    _debug = bool(enabled)
+    _debug = flag("enabled", enabled)
 
 
 def debug_checks() -> bool:
@@ -99,6 +99,28 @@ def at_least(least: int, **arguments: int) -> None:
             expect(False, name, f"at least {least}", value)
 
 
+def is_integer(value: Any, least: int | None = None) -> bool:
+    """Whether a value is one integer, of Python, numpy or a tensor, and ``least`` or more; True and False are not."""
+    if isinstance(value, bool):
+        return False
+    try:
+        number = operator.index(value)
+    except (TypeError, ValueError):  # a tensor of several elements raises ValueError
+        return False
+    return least is None or number >= least
+
+
+def integers(least: int, **arguments: Any) -> list[int]:
+    """The values as Python's integers, which must be ``least`` or more."""
+    at_least(least, **arguments)
+    return list(map(operator.index, arguments.values()))
+
+
+def optional_function(argument: str, value: Any) -> None:
+    """Check that a value is a function, or None."""
+    expect(value is None or callable(value), argument, "a function, or None", describe_setting(value))
+
+
 def flag(argument: str, value: bool) -> bool:
     """The value, which must be True or False."""
     expect(isinstance(value, bool), argument, "True or False", describe_setting(value))
@@ -118,6 +140,8 @@ def distinct_entries(selected_keys: Tensor) -> None:
 def as_token_ids(given: Iterable[Any]) -> list[int]:
     """Token ids as Python's integers."""
     try:
+        if isinstance(given, (bytes, set, frozenset)):  # not token ids, or in no order
+            raise TypeError
         return list(map(operator.index, given))
     except TypeError:
         got = describe(given) if isinstance(given, Tensor) else repr(given)[:80]

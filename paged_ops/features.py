@@ -188,6 +188,8 @@ EXCLUSIVE = (
 def conflicts(features: Mapping[str, Any]) -> list[str]:
     """Why these arguments and properties cannot be combined on any device, one sentence per reason."""
     reasons = [f"{a} cannot be combined with {b}" for a, b in EXCLUSIVE if _on(features, a) and _on(features, b)]
+    if not _on(features, "selected_keys") and features.get("selected_block_size", 1) > 1:
+        reasons.append(f"selected_block_size: expected 1 without selected_keys, got {features['selected_block_size']}")
     dtype, cache_dtype = features.get("dtype"), features.get("cache_dtype")
     if dtype is not None and dtype not in MODEL_DTYPES:
         reasons.append(f"dtype: expected float32, float16 or bfloat16, got {dtype}")

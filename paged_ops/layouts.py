@@ -238,6 +238,10 @@ def kv_cache_shape(
     ``kv_cache_dtype="fp8_ds_mla"``, which needs D = 576 and R = 512, it is ``[N, B, 656]`` bytes. If Dv is 0, the cache
     has keys alone, those of an indexer: ``[N, B, D]`` with K = 1, in all layouts but X_PACKED.
     """
+    at_least(0, num_blocks=num_blocks)
+    at_least(1, block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
+    if value_head_size is not None:
+        at_least(0, value_head_size=value_head_size)
     N, B, K, D = num_blocks, block_size, num_kv_heads, head_size
     if value_head_size == 0:
         expect(K == 1, "num_kv_heads", "1 where value_head_size is 0, as in the cache of an indexer", K)
@@ -296,13 +300,9 @@ def allocate_kv_cache(
     ``kv_cache_dtype`` is what uint8 storage will hold; only ``"fp8_ds_mla"`` changes the shape. Keys alone, of an
     indexer next to such latents, are bfloat16.
     """
-    at_least(0, num_blocks=num_blocks)
-    at_least(1, block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
     sizes = (num_blocks, block_size, num_kv_heads, head_size)
     shape = kv_cache_shape(layout, *sizes, value_head_size=value_head_size, kv_cache_dtype=kv_cache_dtype)
     check_storage(dtype, kv_cache_dtype)
-    stored = (*MODEL_DTYPES, *FP8_DTYPES, torch.uint8)
-    expect(dtype in stored, "dtype", "float32, float16, bfloat16, a float8 or uint8", describe_setting(dtype))
     if value_head_size == 0:
         layout, dtype = Layout.LATENT, index_dtype(dtype, kv_cache_dtype)
     with torch.inference_mode(False):  # an inference tensor cannot be written outside of inference mode
@@ -436,6 +436,8 @@ def stored_as(kv_cache: Tensor) -> str:
 def check_storage(dtype: torch.dtype, kv_cache_dtype: str) -> None:
     """Check that storage of ``dtype`` can hold the format ``kv_cache_dtype``."""
     _known(kv_cache_dtype)
+    stored = (*MODEL_DTYPES, *FP8_DTYPES, torch.uint8)
+    expect(dtype in stored, "dtype", "float32, float16, bfloat16, a float8 or uint8", describe_setting(dtype))
     whole = f"another format: a cache of {FP8_DS_INDEX!r} is allocated as uint8 [N, B, {INDEX_BYTES}]"
     expect(not has_index_scales(kv_cache_dtype), "kv_cache_dtype", whole, repr(kv_cache_dtype))
     if has_row_scales(kv_cache_dtype):

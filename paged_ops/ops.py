@@ -197,7 +197,7 @@ def paged_attention(
             it. Entries are positions in the sequence divided by the block size, in any order; negative entries are
             padding, and entries past the sequence select nothing. A repeated entry is an error. The time grows with k,
             not with the sequence (DeepSeek-V3.2's sparse attention, MiniMax-M3's block selection).
-        selected_block_size: keys per entry of ``selected_keys``, at least 1.
+        selected_block_size: keys per entry of ``selected_keys``, at least 1; 1 without them.
         ranges_in_window: ``bidirectional_ranges`` add only keys after the query; earlier ones are seen by window and
             chunk alone (the image tokens of Gemma-4). Without ranges it changes nothing.
 

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from paged_ops import masks
+from paged_ops.checks import at_least
 from paged_ops.features import conflicts
 from paged_ops.layouts import FP8_DS_INDEX, Layout, has_index_scales, has_row_scales
 from paged_ops.registry import DISPATCH_KEYS, OPS, lowering, module_of
@@ -27,6 +29,9 @@ PROPERTIES = (
 )
 
 
+_SIZES = "head_size", "block_size", "num_heads", "num_kv_heads", "selected_block_size"
+
+
 def supports(op: str, device: str, **features: Any) -> list[str]:
     """Why ``op`` would not run on ``device`` with ``features``: an empty list is yes.
 
@@ -42,6 +47,8 @@ def supports(op: str, device: str, **features: Any) -> list[str]:
     if device not in DISPATCH_KEYS:
         raise ValueError(f"device: expected one of {sorted(DISPATCH_KEYS)}, got {device!r}")
     _check_names(op, features)
+    for least, names in ((1, _SIZES), (0, ("value_head_size", *masks.NUMBERS))):
+        at_least(least, **{name: features[name] for name in names if features.get(name) is not None})
     layout = features.get("layout")
     if layout is not None and layout not in list(Layout):
         raise ValueError(f"layout: expected one of {', '.join(Layout)}, got {layout!r}")

@@ -164,6 +164,7 @@ STATIC = [
     (ATTEND, "selected_keys", ones(61, 3, 2, dtype=i32), r"selected_keys: expected 1 or the cache's 2 key/value heads as G in \[T, G, k\], got 3"),
     (ATTEND, "selected_keys", ones(61, 1, 2, dtype=torch.int64), r"selected_keys: expected int32, got a int64 tensor"),
     (ATTEND, "selected_block_size", 0, r"selected_block_size: expected a number of keys, at least 1, got 0"),
+    (ATTEND, "selected_block_size", 64, r"selected_block_size: expected 1 without selected_keys, got 64"),
     # select_keys
     (INDEX, "index_query", lambda t: t[0], r"index_query: expected 3 dimensions \[T, Hi, Di\], got .*\[4, 32\]"),
     (INDEX, "index_query", lambda t: t.double(), r"index_query: expected float32 or float16 or bfloat16, got a float64"),

@@ -136,7 +136,7 @@ class BlockAllocator:
         """Reserves slots for the next ``num_tokens`` uncomputed tokens of a prompt admitted with a ``first_chunk``."""
         seq = self._live(seq_id)
         waiting = len(seq.tokens) - seq.num_computed
-        if not 0 <= num_tokens <= waiting:
+        if not hasattr(num_tokens, "__index__") or not 0 <= num_tokens <= waiting:
             raise ValueError(f"num_tokens: expected 0..{waiting} (not computed, of {seq_id!r}), got {num_tokens}")
         stop = seq.num_computed + num_tokens
         if stop > seq.num_reserved:
@@ -176,7 +176,7 @@ class BlockAllocator:
         they were unknown before). Full blocks can be shared from now on; blocks that no later token sees are freed."""
         seq = self.check_commit(seq_id, num_written, token_ids)
         if token_ids is not None:
-            seq.tokens[seq.num_computed : seq.num_computed + num_written] = map(int, token_ids)
+            seq.tokens[seq.num_computed : seq.num_computed + num_written] = as_token_ids(token_ids)
         seq.num_computed += num_written
         num_full, num_known = seq.num_computed // self.block_size, len(seq.prefixes) - 1
         if num_full > num_known:
@@ -190,7 +190,7 @@ class BlockAllocator:
         """Raises what ``commit`` would."""
         seq = self._live(seq_id)
         reserved = seq.num_reserved - seq.num_computed
-        if not 0 <= num_written <= reserved:
+        if not hasattr(num_written, "__index__") or not 0 <= num_written <= reserved:
             raise ValueError(f"num_written: expected 0..{reserved} (reserved tokens of {seq_id!r}), got {num_written}")
         if token_ids is not None and len(token_ids) != num_written:
             raise ValueError(f"token_ids: expected num_written = {num_written} of them, got {len(token_ids)}")
@@ -437,6 +437,7 @@ class BlockAllocator:
     ) -> tuple[list[Prefix], list[int | None], int]:
         """The prefixes that an admission finds, its request to the pool, and how many tokens get slots."""
         prefixes, blocks = self._chain(tokens, extra_key)
+        at_least(0, max_cached=0 if max_cached is None else max_cached)
         most = len(blocks) if max_cached is None else max_cached // self.block_size
         length = max(length for length in self._servable(blocks) if length <= most)
         num_reserved = len(tokens)

@@ -127,11 +127,14 @@ class HybridCache:
         }
         for name, values in reach.items():
             expect(len(values) == num_layers, name, f"one for each of {num_layers} layers", len(values))
-            at_least(0, **{name: min(values, default=0)})
+            for value in values:
+                at_least(0, **{name: value})
         of_layers = [
             (window, chunk, first if window else 0) for window, chunk, first in zip(*reach.values(), strict=True)
         ]
         kinds, pool_of_layer = pools_by_reach(of_layers)
+        used = num_window_blocks is None or any(map(any, kinds))
+        expect(used, "num_window_blocks", "None, as no layer has a window or chunk", num_window_blocks)
         pools = []
         for index, kind in enumerate(kinds):
             members = [i for i, pool in enumerate(pool_of_layer) if pool == index]
@@ -461,7 +464,7 @@ def _undone_by(undo: Callable[[Any], object]) -> Iterator[list[Any]]:
 
 
 def _of_layers(num_layers: int, given: int | Sequence[int]) -> tuple[int, ...]:
-    return (given,) * num_layers if isinstance(given, int) else tuple(given)
+    return tuple(given) if isinstance(given, Iterable) else (given,) * num_layers
 
 
 def pools_by_reach(reaches: Sequence[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], list[int]]:
@@ -486,8 +489,8 @@ def blocks_within_reach(
     its ``num_first_tokens``. A step of ``max_num_tokens`` tokens adds new blocks before it frees old ones. More blocks
     keep more prefixes.
     """
+    at_least(0, sliding_window=sliding_window, attention_chunk=attention_chunk, num_first_tokens=num_first_tokens)
     expect(sliding_window > 0 or attention_chunk > 0, "sliding_window", "one, or an attention_chunk", sliding_window)
-    at_least(0, num_first_tokens=num_first_tokens)
     at_least(1, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, block_size=block_size)
     kept = most_blocks_kept(block_size, sliding_window, attention_chunk, num_first_tokens)
     return max_num_seqs * (kept + 1) + max_num_tokens // block_size

@@ -12,8 +12,10 @@ Letters: N blocks, B tokens per block, K key/value heads, D head size, Dv value 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,16 +24,13 @@ from torch import Tensor
 from paged_ops.cache.allocator import BlockAllocator
 from paged_ops.cache.block_pool import OutOfBlocks
 from paged_ops.cache.shard import UNSHARDED, TokenShard
-from paged_ops.checks import at_least
+from paged_ops.checks import at_least, describe_setting, expect
 from paged_ops.device import with_index
 from paged_ops.layouts import (
-    FP8_DTYPES,
-    MODEL_DTYPES,
     Layout,
     allocate_kv_cache,
     check_storage,
     get_default_layout,
-    has_row_scales,
     index_dtype,
     kv_cache_shape,
     split_kv_cache,
@@ -113,8 +112,6 @@ class KVCache(BlockAllocator):
         self.shard, in_memory = shard, shard.check(block_size)
         if shard.size > 1 and (sliding_window or attention_chunk):
             raise ValueError("shard: expected one rank for layers with a window or chunk, which each rank keeps whole")
-        if dtype not in (*MODEL_DTYPES, *FP8_DTYPES, torch.uint8):
-            raise ValueError(f"dtype: expected float32, float16, bfloat16, a float8 or uint8, got {dtype!r}")
         self.dtype, self.kv_cache_dtype = dtype, kv_cache_dtype
         self.device = with_index(device)
         named: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
@@ -159,7 +156,7 @@ class KVCache(BlockAllocator):
 
     @staticmethod
     def num_blocks_for(
-        num_bytes: int,
+        num_bytes: float,
         num_layers: int,
         block_size: int,
         num_kv_heads: int | Sequence[int],
@@ -170,22 +167,20 @@ class KVCache(BlockAllocator):
         layout: Layout | str | None = None,
         kv_cache_dtype: str = "auto",
     ) -> int:
-        """How many blocks, keys and values of all layers, fit into ``num_bytes``; of LATENT keys that are values. Of a
-        cache sharded over ranks, ``block_size`` is what one rank holds of a block."""
+        """How many blocks, keys and values of all layers, fit into ``num_bytes`` (also ``0.9 * free``); of LATENT keys
+        that are values. Of a cache sharded over ranks, ``block_size`` is what one rank holds of a block."""
         at_least(1, block_size=block_size)
+        is_size = isinstance(num_bytes, Real) and 0 <= num_bytes < math.inf
+        expect(is_size, "num_bytes", "a number, 0 or more", describe_setting(num_bytes))
         sizes = zip(*_layer_sizes(num_layers, num_kv_heads, head_size, value_head_size), strict=True)
         check_storage(dtype, kv_cache_dtype)
-        latent = layout is not None and Layout(layout) is Layout.LATENT
+        chosen = Layout.NHD if layout is None else layout
 
         def of_token(K: int, D: int, Dv: int) -> int:
-            if Dv == 0:
-                return K * D * index_dtype(dtype, kv_cache_dtype).itemsize
-            if has_row_scales(kv_cache_dtype):
-                chosen = Layout.NHD if layout is None else layout  # which is refused
-                return kv_cache_shape(chosen, 1, 1, K, D, value_head_size=Dv, kv_cache_dtype=kv_cache_dtype)[2]
-            return K * (D if latent else D + Dv) * dtype.itemsize
+            shape = kv_cache_shape(chosen, 1, 1, K, D, value_head_size=Dv, kv_cache_dtype=kv_cache_dtype)
+            return math.prod(shape) * (dtype if Dv else index_dtype(dtype, kv_cache_dtype)).itemsize
 
-        return num_bytes // (block_size * sum(of_token(*each) for each in sizes))
+        return int(num_bytes // (block_size * sum(of_token(*each) for each in sizes)))
 
     @property
     def pools(self) -> tuple[KVCache, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from paged_ops.checks import expect
+from paged_ops.checks import expect, is_integer
 from paged_ops.generation.params import SamplingParams
 from paged_ops.generation.request import NewToken, Output, Request, RequestMaker
 from paged_ops.generation.scheduler import Scheduler
@@ -105,7 +106,8 @@ class Inbox:
     def find(self, request_id: int) -> Request | None:
         """The request with that id, or None if it is no longer kept."""
         count = self._maker.next_id
-        expect(hasattr(request_id, "__index__"), "request_id", "an id that submit returned", request_id)
+        expect(is_integer(request_id), "request_id", "an id that submit returned", request_id)
+        request_id = operator.index(request_id)
         request = self._requests.get(request_id)
         known = request is not None or 0 <= request_id < count
         expect(known, "request_id", f"one of {count} that were given", request_id)

@@ -33,7 +33,7 @@ import torch
 
 from paged_ops.cache.hybrid import HybridCache
 from paged_ops.cache.kv_cache import KVCache
-from paged_ops.checks import NotCopied, expect, flag
+from paged_ops.checks import NotCopied, expect, flag, optional_function
 from paged_ops.generation.changes import Launched, StepChanges, apply_changes
 from paged_ops.generation.inbox import Inbox
 from paged_ops.generation.model_step import ModelRunner, ModelStep, check_sizes
@@ -115,11 +115,9 @@ class GenerationLoop(NotCopied):
         rank_time_limit: float = 60.0,
         overlap: bool | None = None,
     ) -> None:
-        max_model_len = check_sizes(step, kv_cache, max_num_seqs, max_num_tokens, max_model_len)
+        sizes = check_sizes(step, kv_cache, max_num_seqs, max_num_tokens, max_model_len)
         self.kv_cache = kv_cache
-        self.max_num_seqs = max_num_seqs
-        self.max_num_tokens = max_num_tokens
-        self.max_model_len = max_model_len
+        self.max_num_seqs, self.max_num_tokens, self.max_model_len = sizes
         self.vocab_size: int | None = getattr(step, "vocab_size", None)
         self.stats = GenerationStats()
         self._pad_token_id: int | None = getattr(step, "pad_token_id", None)
@@ -130,10 +128,9 @@ class GenerationLoop(NotCopied):
             tokenizer,
             functions("logits_processor", logits_processor),
             functions("stopping_criteria", stopping_criteria),
-            min(max_model_len, kv_cache.max_seq_len),
+            min(self.max_model_len, kv_cache.max_seq_len),
         )
         self.stop_token_ids: tuple[int, ...] = defaults.stop_token_ids
-        sizes = max_num_seqs, max_num_tokens, max_model_len
         self._model = ModelRunner(step, kv_cache, compile, graph_mode, *sizes)
         self._scheduler = Scheduler(kv_cache, *sizes, self.stats)
         maker = RequestMaker(defaults, self.vocab_size, seed, self._model.refuses_prompt_logprobs)
@@ -221,6 +218,7 @@ class GenerationLoop(NotCopied):
     def run(self, on_token: Callable[[NewToken], None] | None = None) -> dict[int, Output]:
         """Runs steps until no request is unfinished; returns the new tokens by request id. ``on_token`` is called with
         each token."""
+        optional_function("on_token", on_token)
         outputs: dict[int, Output] = {}
         while self.has_work:
             events = deque(self.step())
@@ -259,6 +257,7 @@ class GenerationLoop(NotCopied):
             An :class:`Output` for each sample: ``n`` of them in a row for each prompt. A request that fails, or that
             ``on_token`` aborts, has its tokens up to then; its ``finish_reason`` and ``error`` say so.
         """
+        optional_function("on_token", on_token)
         has_mask = isinstance(prompts, Mapping) and prompts.get("attention_mask") is not None
         prompts = read_prompts(prompts)
         if params is not None and not isinstance(params, Sequence):
@@ -365,6 +364,7 @@ class GenerationLoop(NotCopied):
         The step runs on padding and on a made-up prompt; the cache is not written. ``on_capture`` is called with (sizes
         captured, sizes in all).
         """
+        optional_function("on_capture", on_capture)
         warm_up = functools.partial(self._warm_up, on_capture)
         self._lock.run(functools.partial(self._on_all_ranks, "warm_up", warm_up))
 

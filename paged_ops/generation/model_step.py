@@ -13,10 +13,10 @@ from torch import Tensor
 
 from paged_ops.cache.hybrid import HybridCache
 from paged_ops.cache.kv_cache import KVCache
-from paged_ops.checks import at_least, expect, flag
+from paged_ops.checks import expect, flag, integers
 from paged_ops.generation.sampling import try_draws
 from paged_ops.graphs import DecodeGraphs, GraphMode, capture_sizes
-from paged_ops.graphs.runner import mode_on
+from paged_ops.graphs.runner import expect_step, mode_on
 from paged_ops.metadata import AttentionMetadata, Batch
 
 
@@ -157,16 +157,14 @@ class ModelRunner:
 
 def check_sizes(
     step: Any, kv_cache: KVCache | HybridCache, max_num_seqs: int, max_num_tokens: int, max_model_len: int | None
-) -> int:
-    """Refuses a step, cache or sizes that do not fit each other. Returns the longest sequence."""
+) -> tuple[int, int, int]:
+    """Refuses a step, cache or sizes that do not fit each other. Returns the sizes, with the longest sequence."""
     if hasattr(step, "prepare_inputs_for_generation"):
         raise ValueError(
             f"step: expected a model whose attention is paged, got {type(step).__name__}; wrap it:"
             " PagedCausalLM(model), of paged_ops.integrations.transformers"
         )
-    expect(callable(step), "step", "a function (input_ids, metadata, last_rows, kv_caches) -> logits", step)
-    needed = "a KVCache or HybridCache, as PagedCausalLM.allocate_kv_cache makes"
-    expect(hasattr(kv_cache, "layers"), "kv_cache", needed, kv_cache)
+    expect_step(step, kv_cache)
     expect(kv_cache.num_blocks >= 1, "num_blocks", "at least 1 in the cache", kv_cache.num_blocks)
     ahead = getattr(step, "prompts_see_ahead", False)
     expect(not ahead, "step", "a model of causal prompts (docs/models.md has steps for others)", "prefixes")
@@ -176,10 +174,11 @@ def check_sizes(
     limit: int | None = getattr(step, "max_model_len", None)
     if max_model_len is None:
         max_model_len = min(kv_cache.max_seq_len, limit or kv_cache.num_blocks * kv_cache.block_size)
-    at_least(1, max_num_seqs=max_num_seqs, max_model_len=max_model_len, max_num_tokens=max_num_tokens)
+    sizes = integers(1, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, max_model_len=max_model_len)
+    max_num_seqs, max_num_tokens, max_model_len = sizes
     expect(limit is None or max_model_len <= limit, "max_model_len", f"at most the model's {limit}", max_model_len)
     expect(max_num_tokens >= max_num_seqs, "max_num_tokens", f"at least max_num_seqs = {max_num_seqs}", max_num_tokens)
-    return max_model_len
+    return max_num_seqs, max_num_tokens, max_model_len
 
 
 def compile_step(step: ModelStep, keeps_state: bool) -> ModelStep:

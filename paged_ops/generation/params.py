@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from paged_ops.checks import describe_setting, expect
+from paged_ops.checks import describe_setting, expect, is_integer, optional_function
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]  # (input_ids [1, n], scores [1, V]) -> scores [1, V]
 StoppingCriterion = Callable[[Tensor, Tensor], Any]  # (input_ids [1, n], scores [1, V]) -> bool, or a tensor of one
@@ -92,6 +92,8 @@ class SamplingParams:
         for name, (is_valid, expected) in _FIELDS.items():
             value = getattr(self, name)
             expect(value is None or is_valid(value), name, expected, describe_setting(value))
+            if is_integer(value):  # of numpy or a tensor
+                object.__setattr__(self, name, operator.index(value))
         expect(self.top_p != 0, "top_p", "a number in (0, 1]", self.top_p)
         # Iterators are read once, so the fields are tuples from here on.
         if self.stop_token_ids is not None:
@@ -101,8 +103,7 @@ class SamplingParams:
         for name in ("logits_processor", "stopping_criteria"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, functions(name, getattr(self, name)))
-        factory = self.logits_processor_factory
-        expect(factory is None or callable(factory), "logits_processor_factory", "a function, or None", factory)
+        optional_function("logits_processor_factory", self.logits_processor_factory)
 
 
 def check_field(name: str, value: Any, argument: str) -> None:
@@ -132,7 +133,7 @@ def functions(argument: str, given: Any) -> tuple[Callable[..., Any], ...]:
 def token_ids(argument: str, given: Any) -> tuple[int, ...]:
     """Several token ids as a tuple of Python's integers."""
     several = tuple(given) if isinstance(given, Iterable) else (None,)
-    are_ids = all(_is_int(each, 0) and operator.index(each) < MOST_ID for each in several)
+    are_ids = all(is_integer(each, 0) and operator.index(each) < MOST_ID for each in several)
     expect(are_ids, argument, "token ids, from 0 to below 2^63", given if several == (None,) else several)
     return tuple(map(operator.index, several))
 
@@ -145,19 +146,9 @@ def strings(argument: str, given: Any) -> tuple[str, ...]:
     return several
 
 
-def _is_int(value: Any, least: int | None = None) -> bool:
-    if isinstance(value, bool):
-        return False
-    try:
-        number = operator.index(value)
-    except (TypeError, ValueError):  # a tensor of several elements raises ValueError
-        return False
-    return least is None or number >= least
-
-
 def _is_number(least: float, most: float = math.inf) -> Callable[[Any], bool]:
     def is_valid(value: Any) -> bool:
-        if not isinstance(value, Real):
+        if not isinstance(value, Real) or isinstance(value, bool):
             return False
         try:
             number = float(value)
@@ -168,18 +159,22 @@ def _is_number(least: float, most: float = math.inf) -> Callable[[Any], bool]:
     return is_valid
 
 
+def _is_seed(value: Any) -> bool:
+    return is_integer(value, -(2**63)) and operator.index(value) < 2**64
+
+
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_new_tokens": (lambda value: _is_int(value, 1), "an integer of at least 1"),
+    "max_new_tokens": (lambda value: is_integer(value, 1), "an integer of at least 1"),
     "temperature": (_is_number(0), "a finite number, 0 (greedy) or more"),
     "top_p": (_is_number(0, 1), "a number in (0, 1]"),
-    "top_k": (lambda value: _is_int(value, 0), "an integer, 0 (off) or more"),
+    "top_k": (lambda value: is_integer(value, 0), "an integer, 0 (off) or more"),
     "min_p": (_is_number(0, 1), "a number in [0, 1]"),
     "repetition_penalty": (_is_number(1e-30, 1e30), "a number above 0"),
     "presence_penalty": (_is_number(-1e30, 1e30), "a finite number"),
     "frequency_penalty": (_is_number(-1e30, 1e30), "a finite number"),
-    "min_new_tokens": (lambda value: _is_int(value, 0), "an integer of at least 0"),
-    "seed": (lambda value: _is_int(value, -(2**63)) and value < 2**64, "an integer from -2^63 to below 2^64"),
-    "n": (lambda value: _is_int(value, 1), "an integer of at least 1"),
-    "logprobs": (lambda value: _is_int(value, 0), "a count"),
-    "prompt_logprobs": (lambda value: _is_int(value, 0), "a count"),
+    "min_new_tokens": (lambda value: is_integer(value, 0), "an integer of at least 0"),
+    "seed": (_is_seed, "an integer from -2^63 to below 2^64"),
+    "n": (lambda value: is_integer(value, 1), "an integer of at least 1"),
+    "logprobs": (lambda value: is_integer(value, 0), "a count"),
+    "prompt_logprobs": (lambda value: is_integer(value, 0), "a count"),
 }

@@ -10,6 +10,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from paged_ops.cache.hybrid import HybridCache
 from paged_ops.cache.kv_cache import KVCache
+from paged_ops.checks import describe_setting, expect
 from paged_ops.generation.inbox import Inbox
 from paged_ops.generation.request import GenerationStats, Request
 from paged_ops.generation.settings import Settings
@@ -204,6 +206,9 @@ def join_ranks(
     ``process_group``."""
     own = getattr(step, "process_group", None)
     group = own if group is None else group
+    expect(group is None or hasattr(group, "size"), "group", "a process group of torch.distributed", group)
+    is_time = isinstance(time_limit, Real) and time_limit > 0
+    expect(is_time, "rank_time_limit", "seconds, more than 0", describe_setting(time_limit))
     if group is None or group.size() == 1:
         return OneRank()
     collectives = getattr(step, "collective_groups", () if own is None else (own,))

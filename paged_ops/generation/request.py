@@ -7,7 +7,7 @@ import operator
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paged_ops.checks import NotCopied, describe, expect
+from paged_ops.checks import NotCopied, describe, expect, is_integer
 from paged_ops.generation.distribution import key_of, on_device, random_key
-from paged_ops.generation.params import MOST_ID, SamplingParams, TokenLogprobs
+from paged_ops.generation.params import MOST_ID, SamplingParams, TokenLogprobs, check_field
 from paged_ops.generation.settings import Defaults, Settings
 
 
@@ -220,7 +220,9 @@ class RequestMaker:
         self.next_id = 0
         self._ids = itertools.count()
         self._defaults, self._vocab_size = defaults, vocab_size
-        self._seeds = random.Random(seed)
+        if seed is not None:
+            check_field("seed", seed, "seed")
+        self._seeds = random.Random(None if seed is None else operator.index(seed))
         self._alone = object()  # in the keys of prefixes that are not shared
 
     def make(
@@ -239,6 +241,7 @@ class RequestMaker:
             param = SamplingParams() if given is None else given
             expect_params(param)
             tokens = read_prompt(name, prompt, self._vocab_size)
+            self._expect_in_vocabulary(param.stop_token_ids)
             settings = self._defaults.settings(param, name, tokens)
             asked = settings.prompt_logprobs
             expect(asked is None or not self._refuses, "prompt_logprobs", f"None, as {self._refuses}", asked)
@@ -251,6 +254,12 @@ class RequestMaker:
             ids = tuple(itertools.islice(self._ids, len(each)))  # consecutive: no other thread or handler comes between
             requests.append(self._add(ids, tokens, extra_key, version, seed, events, each))
         return requests
+
+    def _expect_in_vocabulary(self, stop_token_ids: Any) -> None:
+        """Refuses tokens that can never be chosen, and so never end a sequence."""
+        V = self._vocab_size
+        outside = [] if V is None else [each for each in stop_token_ids or () if each >= V]
+        expect(not outside, "stop_token_ids", f"token ids in 0..{(V or 0) - 1}, the vocabulary", outside)
 
     def add(
         self,
@@ -395,14 +404,14 @@ def read_prompts(prompts: Any) -> list[Any]:
 
     Of a mapping the ``input_ids`` are taken, except where ``attention_mask`` is 0: padding on either side is removed.
     """
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, bytes)):
         _refuse_text("prompts")
     if isinstance(prompts, Mapping):
         return _without_padding(prompts)
     is_many = prompts.dim() == 2 if isinstance(prompts, Tensor) else isinstance(prompts, Iterable)
     expect(is_many, "prompts", "a list of prompts, or a tensor [S, n]", prompts)
     prompts = list(prompts)
-    if prompts and _is_index(prompts[0]) and not getattr(prompts[0], "ndim", 0):
+    if prompts and is_integer(prompts[0]) and not getattr(prompts[0], "ndim", 0):
         raise ValueError("prompts: expected a list of prompts, got token ids; put the one prompt into a list")
     return prompts
 
@@ -414,7 +423,7 @@ def read_prompt(argument: str, prompt: Any, vocab_size: int | None) -> list[int]
         ValueError: it is a string or empty, or an id is no integer or not in the vocabulary. The message names the
             prompt.
     """
-    if isinstance(prompt, str):
+    if isinstance(prompt, (str, bytes)):
         _refuse_text(argument)
     if isinstance(prompt, Mapping):
         rows = _without_padding(prompt)
@@ -426,10 +435,10 @@ def read_prompt(argument: str, prompt: Any, vocab_size: int | None) -> list[int]
         is_whole = not (prompt.dtype.is_floating_point or prompt.dtype.is_complex or prompt.dtype is torch.bool)
         expect(is_whole, argument, "token ids, integers", prompt)
         prompt = prompt.reshape(-1).tolist()
-    expect(isinstance(prompt, Iterable), argument, "token ids", prompt)
+    expect(isinstance(prompt, Iterable) and not isinstance(prompt, Set), argument, "token ids, in order", prompt)
     tokens = []
     for i, token in enumerate(prompt):
-        if not _is_index(token):
+        if not is_integer(token):
             raise ValueError(f"{argument}: expected token ids, integers, got {describe(token)} at {i}")
         tokens.append(operator.index(token))
     expect(bool(tokens), argument, "at least one token", "none")
@@ -485,14 +494,6 @@ def _remedy(name: str) -> str:
 def _rows(values: Any) -> list[list[Any]]:
     values = values.tolist() if hasattr(values, "tolist") else list(values)
     return [values] if values and not isinstance(values[0], (list, tuple)) else [list(row) for row in values]
-
-
-def _is_index(value: Any) -> bool:
-    try:
-        operator.index(value)
-    except (TypeError, ValueError):  # a tensor of several elements raises ValueError
-        return False
-    return not isinstance(value, bool)
 
 
 def _refuse_text(argument: str) -> None:

@@ -342,9 +342,13 @@ def _draw(logits: Tensor, best: Tensor, rows: Sequence[int], requests: Sequence[
 
 def _stops(request: Request, token: int, scores: Tensor) -> bool:
     input_ids = request.input_ids(scores.device, token)
-    return any(
-        bool(_of_request(request, "stopping_criteria", criterion, input_ids, scores)) for criterion in request.criteria
-    )
+    for criterion in request.criteria:
+        stops = _of_request(request, "stopping_criteria", criterion, input_ids, scores)
+        is_one = stops.numel() == 1 if isinstance(stops, Tensor) else stops is not None
+        expect(is_one, "stopping_criteria", f"a bool, or a tensor of one, from {criterion!r}", stops)
+        if stops:
+            return True
+    return False
 
 
 def _of_request(request: Request, argument: str, function: Callable[..., Any], *inputs: Tensor) -> Any:

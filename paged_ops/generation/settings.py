@@ -12,12 +12,13 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from paged_ops.checks import describe_setting, expect
+from paged_ops.checks import describe_setting, expect, is_integer
 from paged_ops.generation.distribution import bits_of, inverse_of, penalize
 from paged_ops.generation.params import SamplingParams, check_field, functions, strings
 
@@ -212,8 +213,13 @@ class Defaults:
             expect(is_served, f"generation_config.{name}", reason, fields.get(name))
         for name, least in (("max_length", 1), ("min_length", 0)):
             value = fields.get(name)
-            fits = value is None or (isinstance(value, int) and value >= least)
-            expect(fits, f"generation_config.{name}", f"an integer of at least {least}", value)
+            fits = value is None or is_integer(value, least)
+            expect(fits, f"generation_config.{name}", f"an integer of at least {least}", describe_setting(value))
+        value = fields.get("do_sample")
+        expect(value in (None, True, False), "generation_config.do_sample", "True or False", describe_setting(value))
+        value = fields.get("max_time")
+        is_time = value is None or isinstance(value, Real)
+        expect(is_time, "generation_config.max_time", "seconds", describe_setting(value))
         for name in SERVED & {each.name for each in dataclasses.fields(SamplingParams)}:
             if fields.get(name) is not None:
                 check_field(name, fields[name], f"generation_config.{name}")
@@ -378,4 +384,6 @@ def _penalties_of_output(settings: Settings, num_prompt: int) -> Callable[[Tenso
 
 
 def _ids(given: Any) -> Sequence[int]:
-    return [operator.index(each) for each in given] if isinstance(given, (list, tuple)) else [operator.index(given)]
+    several = given if isinstance(given, (list, tuple)) else (given,)
+    expect(all(map(is_integer, several)), "generation_config.eos_token_id", "a token id, or several", given)
+    return list(map(operator.index, several))

@@ -20,7 +20,15 @@ from torch import Tensor
 
 from paged_ops.cache.hybrid import HybridCache
 from paged_ops.cache.kv_cache import KVCache
-from paged_ops.checks import NotCopied, at_least, describe_setting, expect
+from paged_ops.checks import (
+    NotCopied,
+    describe_setting,
+    expect,
+    flag,
+    integers,
+    is_integer,
+    optional_function,
+)
 from paged_ops.graphs.capture import CaptureError, CaptureReport, CaptureSession, Graph
 from paged_ops.graphs.inputs import (
     LEAST,
@@ -72,6 +80,13 @@ def mode_on(device: torch.device, argument: str, mode: GraphMode | str) -> Graph
     return GraphMode(mode)
 
 
+def expect_step(step: Any, kv_cache: Any) -> None:
+    """Refuses what is no step of a model, or no cache."""
+    expect(callable(step), "step", "a function (input_ids, metadata, last_rows, kv_caches) -> logits", step)
+    needed = "a KVCache or HybridCache, as PagedCausalLM.allocate_kv_cache makes"
+    expect(hasattr(kv_cache, "layers"), "kv_cache", needed, kv_cache)
+
+
 class DecodeGraphs(NotCopied):
     """Runs steps of a model, from captured graphs where a batch fits one.
 
@@ -120,8 +135,13 @@ class DecodeGraphs(NotCopied):
         cascade: bool = False,
         sample: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        at_least(1, max_num_seqs=max_num_seqs, query_len=query_len)
-        most = max_num_seqs * query_len if max_num_tokens is None else max_num_tokens
+        expect_step(step, kv_cache)
+        optional_function("sample", sample)
+        cascade = flag("cascade", cascade)
+        max_num_seqs, query_len = integers(1, max_num_seqs=max_num_seqs, query_len=query_len)
+        most = max_num_seqs * query_len
+        if max_num_tokens is not None:
+            (most,) = integers(1, max_num_tokens=max_num_tokens)
         expect(most >= max_num_seqs * query_len, "max_num_tokens", "at least max_num_seqs * query_len", most)
         expect(sample is None or query_len == 1, "sample", "none for a query_len above 1", sample)
         self._keeps_state = kv_cache.states is not None
@@ -146,8 +166,7 @@ class DecodeGraphs(NotCopied):
         self.cascade = cascade
         self.stats = GraphStats()
         capacity = min(kv_cache.max_seq_len, kv_cache.num_blocks * kv_cache.block_size)
-        longest = capacity if max_model_len is None else max_model_len
-        expect(longest >= 1 or max_model_len is None, "max_model_len", "at least 1", max_model_len)
+        longest = capacity if max_model_len is None else integers(1, max_model_len=max_model_len)[0]
         self.builder = step_builder(kv_cache, max_num_seqs, most, longest, graph_support)
         self.tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=kv_cache.device)
         self._max_num_seqs, self._max_num_tokens = max_num_seqs, most
@@ -157,8 +176,10 @@ class DecodeGraphs(NotCopied):
             self._advance = torch.compile(advance_decodes, fullgraph=True, dynamic=True)
         wants_decodes = self.mode not in (GraphMode.NONE, GraphMode.PIECEWISE)
         wants_mixed = self.mode not in (GraphMode.NONE, GraphMode.FULL_DECODE_ONLY)
-        self._seq_sizes = _sizes("seq_sizes", seq_sizes, max_num_seqs, max_num_seqs) if wants_decodes else []
-        self._token_sizes = _sizes("token_sizes", token_sizes, most, min(most, 512)) if wants_mixed else []
+        of_decodes = _sizes("seq_sizes", seq_sizes, max_num_seqs, max_num_seqs)
+        of_mixed = _sizes("token_sizes", token_sizes, most, min(most, 512))
+        self._seq_sizes = of_decodes if wants_decodes else []
+        self._token_sizes = of_mixed if wants_mixed else []
         self.captured: dict[GraphKey, Graph | Pieces] = {}
         self._addresses = self._cache_addresses()
         self._last: tuple[GraphKey | None, StepInputs, int] | None = None
@@ -409,7 +430,10 @@ class DecodeGraphs(NotCopied):
         return list(map(Tensor.data_ptr, self.kv_cache.layers))
 
 
-def _sizes(argument: str, given: Iterable[int] | None, limit: int, largest: int) -> list[int]:
-    sizes = capture_sizes(largest) if given is None else sorted(set(given))
-    expect(all(1 <= size <= limit for size in sizes), argument, f"sizes in 1..{limit}", sizes)
-    return sizes
+def _sizes(argument: str, given: Any, limit: int, largest: int) -> list[int]:
+    if given is None:
+        return capture_sizes(largest)
+    sizes = list(given) if isinstance(given, Iterable) else [given]
+    fit = isinstance(given, Iterable) and all(is_integer(size, 1) and size <= limit for size in sizes)
+    expect(fit, argument, f"sizes in 1..{limit}", sizes)
+    return sorted(set(map(int, sizes)))

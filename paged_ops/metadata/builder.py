@@ -10,14 +10,14 @@ here instead, on whole tensors, once per step.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from paged_ops.cache.shard import UNSHARDED, TokenShard, widest
 from paged_ops.cache.states import PADDING_ROW
-from paged_ops.checks import NotCopied, at_least, describe_setting, expect
+from paged_ops.checks import NotCopied, describe_setting, expect, flag, integers
 from paged_ops.device import with_index
 from paged_ops.metadata.batch import Batch, largest, not_negative
 from paged_ops.metadata.bidirectional import ranges_of_step
@@ -97,18 +97,22 @@ class AttentionMetadataBuilder(NotCopied):
         expect(served, "device", "cpu or cuda (elsewhere build on the CPU and move)", self.device)
         known = isinstance(graph_support, GraphSupport)
         expect(known, "graph_support", "a GraphSupport", describe_setting(graph_support))
-        at_least(1, block_size=block_size, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens)
-        at_least(1, max_blocks_per_seq=max_blocks_per_seq)
+        sizes = {"block_size": block_size, "max_num_seqs": max_num_seqs, "max_num_tokens": max_num_tokens}
+        block_size, max_num_seqs, max_num_tokens = integers(1, **sizes)
+        (max_blocks_per_seq,) = integers(1, max_blocks_per_seq=max_blocks_per_seq)
+        rooms = {"num_state_rows": num_state_rows, "max_bidirectional_ranges": max_bidirectional_ranges}
+        num_state_rows, max_bidirectional_ranges = integers(0, **rooms)
+        with_inputs = flag("with_inputs", with_inputs)
         expect(1 <= max_num_tokens < 2**31, "max_num_tokens", "1 or more, and less than 2**31", max_num_tokens)
         most_blocks = (2**31 - 1) // block_size
         fits = f"1 to {most_blocks} (lengths are int32, block_size is {block_size})"
         expect(1 <= max_blocks_per_seq <= most_blocks, "max_blocks_per_seq", fits, max_blocks_per_seq)
-        of_pools = (num_blocks,) if isinstance(num_blocks, int) else tuple(num_blocks)
+        of_pools = tuple(num_blocks) if isinstance(num_blocks, Iterable) else (num_blocks,)
         expect(len(of_pools) >= 1, "num_blocks", "a number for each pool, one or more", of_pools)
+        of_pools = tuple(integers(0, num_blocks=number)[0] for number in of_pools)
         for number in of_pools:
-            expect(0 <= number < 2**31, "num_blocks", "0 or more, and less than 2**31", number)
-        expect(0 <= num_state_rows < 2**31, "num_state_rows", "0 or more, and less than 2**31", num_state_rows)
-        expect(max_bidirectional_ranges >= 0, "max_bidirectional_ranges", "0 or more", max_bidirectional_ranges)
+            expect(number < 2**31, "num_blocks", "0 or more, and less than 2**31", number)
+        expect(num_state_rows < 2**31, "num_state_rows", "0 or more, and less than 2**31", num_state_rows)
         if num_staging_buffers is None:
             num_staging_buffers = 2 if on_gpu else 0
         least = int(on_gpu)
@@ -184,6 +188,7 @@ class AttentionMetadataBuilder(NotCopied):
                 outside [0, N), the common prefix is not common, or a bidirectional range goes on after the step.
                 Nothing has been written then.
         """
+        expect(isinstance(batch, Batch), "batch", "a Batch, after common_prefix_len", batch)
         if input_ids is not None:
             check_input_ids(input_ids, self._buffers.inputs is not None)
         if common_prefix_len == 0:

@@ -51,7 +51,7 @@ CACHES: dict[str, Callable[[], HybridCache]] = {
     "first tokens": lambda: hybrid(num_first_tokens=[9, 5, 9, 2, 9]),
     "small windows": lambda: hybrid(num_window_blocks=12),
     "three pools and states": lambda: hybrid(states=states()),
-    "one pool and states": lambda: hybrid(**ONE_POOL, states=states(num_slots=5)),
+    "one pool and states": lambda: hybrid(**ONE_POOL, num_window_blocks=None, states=states(num_slots=5)),
     "states alone": lambda: HybridCache([], [], states()),
 }
 

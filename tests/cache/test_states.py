@@ -244,7 +244,7 @@ def test_rows_of_states_move_with_their_requests_and_flip_with_their_tokens() ->
         (metadata_builder, [4, 5], r"state_slots: expected a slot for each request alone, got \[4, 5\]"),
         (metadata_builder, None, "state_slots: expected one for each request, as the builder has states, got None"),
         (lambda: metadata_builder(num_state_rows=0), [2, 4], "state_slots: expected None, as the builder has no state"),
-        (lambda: metadata_builder(num_state_rows=-1), None, "num_state_rows: expected 0 or more"),
+        (lambda: metadata_builder(num_state_rows=-1), None, "num_state_rows: expected at least 0"),
         (metadata_builder, [2], "state_slots: expected one for each of the 2 requests, got 1"),
     ],
 )

@@ -108,6 +108,8 @@ class Session:
             for name in ("sliding_window", "attention_chunk"):
                 kinds[name] = [each.get(name, 0) for each in sizes["by_layer"]]
             kinds["num_window_blocks"] = rng.choice((None, max(N // 2, 40 // self.B + 2)))
+            if not any(map(any, (kinds["sliding_window"], kinds["attention_chunk"]))):
+                kinds["num_window_blocks"] = None
             self.cache = HybridCache.for_layers(*shape, **kinds)
             self.toy.pool_of_layer = self.cache.pool_of_layer
         else:

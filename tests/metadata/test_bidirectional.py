@@ -71,7 +71,7 @@ def test_ranges_move_with_their_requests_and_stay_in_decodes() -> None:
         ({}, torch.zeros(2, 2), "bidirectional_ranges: expected int32 or int64, got a float32"),
         ({}, torch.zeros(2, 2, dtype=torch.int32), r"expected \[num_reqs, W, 2\], got .*\[2, 2\]"),
         ({}, torch.zeros(2, 1, 2, dtype=torch.int32, device="meta"), "expected a tensor on the CPU, got"),
-        ({"max_bidirectional_ranges": -1}, None, "max_bidirectional_ranges: expected 0 or more, got -1"),
+        ({"max_bidirectional_ranges": -1}, None, "max_bidirectional_ranges: expected at least 0, got -1"),
     ],
 )  # fmt: skip
 def test_wrong_ranges(changes: dict[str, Any], ranges: Any, message: str) -> None:

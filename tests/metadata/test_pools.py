@@ -130,7 +130,7 @@ def test_wrong_pools_write_nothing(batch: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         builder.build(0, batch())
     assert torch.equal(builder._buffers.storage, before)
-    with pytest.raises(ValueError, match=r"num_blocks: expected 0 or more.* got -1"):
+    with pytest.raises(ValueError, match="num_blocks: expected at least 0, got -1"):
         builder_of((4, -1))
     with pytest.raises(ValueError, match="num_blocks: expected a number for each pool"):
         builder_of(())

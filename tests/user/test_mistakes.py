@@ -8,13 +8,14 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 import paged_ops
-from paged_ops import KVCache, StateCache
+from paged_ops import HybridCache, KVCache, StateCache
 from paged_ops.cache.states import StateSpec
-from paged_ops.generation import SamplingParams
+from paged_ops.generation import GenerationLoop, SamplingParams
 from paged_ops.graphs import DecodeGraphs
 from tests.generation.toy import EXPECTED, GREEDY, PROMPTS, B, D, K, make_loop, toy_step
 
@@ -28,6 +29,24 @@ def a_cache(num_blocks: Any = 8, **options: Any) -> KVCache:
 
 def a_builder(*sizes: Any, **options: Any) -> paged_ops.AttentionMetadataBuilder:
     return paged_ops.AttentionMetadataBuilder(*sizes, num_blocks=8, **options)
+
+
+def admitted() -> KVCache:
+    cache = a_cache()
+    cache.admit("a", [1, 2, 3])
+    return cache
+
+
+def ends_with(*tokens: int) -> SamplingParams:
+    return SamplingParams(stop_token_ids=tokens)
+
+
+def in_vocabulary() -> GenerationLoop:
+    def step(*args: Any) -> Any:
+        return toy_step(*args)
+
+    step.vocab_size = 64  # type: ignore[attr-defined]
+    return GenerationLoop(step, a_cache())
 
 
 MISTAKES: list[tuple[Callable[[], Any], str]] = [
@@ -64,10 +83,44 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (lambda: make_loop().abort("a"), "request_id: expected an id that submit returned, got a"),
     (lambda: make_loop().output(None), "request_id: expected an id that submit returned, got None"),
     (lambda: DecodeGraphs(toy_step, a_cache(), max_num_seqs=2, mode="all"), "mode: expected one of NONE, .* got 'all'"),
+    (lambda: make_loop(seed="a"), "seed: expected an integer from -2.63 to below 2.64, got 'a'"),
+    (lambda: make_loop(seed=2**64), "seed: expected an integer from -2.63 to below 2.64, got 18446744073709551616"),
+    (lambda: make_loop(rank_time_limit=-1), "rank_time_limit: expected seconds, more than 0, got -1"),
+    (lambda: make_loop(group="gloo"), "group: expected a process group of torch.distributed, got gloo"),
+    (lambda: make_loop().generate([[1]], on_token=3), "on_token: expected a function, or None, got 3"),
+    (lambda: make_loop().run("print"), "on_token: expected a function, or None, got 'print'"),
+    (lambda: make_loop().warm_up(3), "on_capture: expected a function, or None, got 3"),
+    (lambda: make_loop().abort(True), "request_id: expected an id that submit returned, got True"),
+    (lambda: make_loop().submit(b"hello"), "prompt: expected token ids, got a string"),
+    (lambda: make_loop().submit({1, 2}), "prompt: expected token ids, in order, got {1, 2}"),
+    (
+        lambda: in_vocabulary().submit([1], ends_with(64)),
+        r"stop_token_ids: expected token ids in 0..63, .*, got \[64\]",
+    ),
+    (lambda: SamplingParams(temperature=True), "temperature: expected a finite number, 0 .* or more, got True"),
+    (lambda: make_loop(generation_config={"do_sample": "no"}), "generation_config.do_sample: .*, got 'no'"),
+    (lambda: make_loop(generation_config={"eos_token_id": "</s>"}), "generation_config.eos_token_id: .*, got </s>"),
+    (lambda: make_loop(generation_config={"max_length": True}), "generation_config.max_length: .*, got True"),
+    (lambda: a_cache().admit("a", {1, 2}), "token_ids: expected integers, a list or a tensor .*, got {1, 2}"),
+    (lambda: a_cache().admit("a", [1], max_cached=-1), "max_cached: expected at least 0, got -1"),
+    (lambda: admitted().commit("a", 1.5), "num_written: expected 0..3 .*, got 1.5"),
+    (lambda: admitted().commit("a", 1, [1.5]), r"token_ids: expected integers, .*, got \[1.5\]"),
+    (lambda: KVCache.num_blocks_for("1GB", 1, B, K, D, torch.float32), "num_bytes: expected a number, .*, got '1GB'"),
+    (lambda: KVCache.num_blocks_for(1, 1, B, K, D, "half"), "dtype: expected float32, float16, .*, got 'half'"),
+    (lambda: KVCache.num_blocks_for(1, 1, B, K, D, torch.half, layout="nhd"), "layout: expected one of .* got 'nhd'"),
+    (lambda: HybridCache.for_layers(1, 8, B, K, D, num_window_blocks=4), "num_window_blocks: expected None, .* got 4"),
+    (lambda: HybridCache.for_layers(1, 8, B, K, D, sliding_window=None), "sliding_window: .* of at least 0, got None"),
+    (lambda: a_builder(4, 2, 16, 4, num_state_rows=2.5), "num_state_rows: expected an integer .*, got 2.5"),
+    (lambda: a_builder(4, 2, 16, 4).build(paged_ops.Batch([1], [2], [[0]]), 0), "batch: expected a Batch, .* got 0"),
+    (lambda: DecodeGraphs(3, a_cache(), max_num_seqs=2), r"step: expected a function \(input_ids, .*, got 3"),
+    (lambda: DecodeGraphs(toy_step, a_cache(), max_num_seqs=2, sample=3), "sample: expected a function, .*, got 3"),
+    (lambda: DecodeGraphs(toy_step, a_cache(), max_num_seqs=2, seq_sizes=4), r"seq_sizes: .* in 1..2, got \[4\]"),
+    (lambda: paged_ops.supports("paged_attention", "cpu", head_size="64"), "head_size: .*, got '64'"),
+    (lambda: paged_ops.set_debug_checks("no"), "enabled: expected True or False, got 'no'"),
     (lambda: SamplingParams(max_new_tokens="3"), "max_new_tokens: expected an integer of at least 1, got '3'"),
     (lambda: SamplingParams(logprobs=True), "logprobs: expected a count, got True"),
     (
-        lambda: paged_ops.generation.GenerationLoop(toy_step, a_cache().layers),
+        lambda: GenerationLoop(toy_step, a_cache().layers),
         "kv_cache: .*, got 1 tensors, the first a",
     ),
 ]
@@ -77,6 +130,20 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
 def test_the_message(mistake: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         mistake()
+
+
+def test_integers_may_be_of_numpy() -> None:
+    two = numpy.int64(2)
+    loop = make_loop(max_num_seqs=two, max_num_tokens=numpy.int64(64), max_model_len=numpy.int64(40), seed=two)
+    assert loop.generate([[1]], SamplingParams(max_new_tokens=two)) == loop.generate([[1]], SamplingParams(2))
+    DecodeGraphs(toy_step, a_cache(numpy.int64(8)), max_num_seqs=two, max_model_len=numpy.int64(16))
+    assert KVCache.num_blocks_for(0.9 * 4096, 1, 1, 1, 1, torch.float32) == 460
+
+
+def test_a_criterion_that_returns_nothing_is_refused() -> None:
+    loop = make_loop()
+    with pytest.raises(ValueError, match=r"^stopping_criteria: expected a bool, or a tensor of one, from .*, got None"):
+        loop.generate([[1]], SamplingParams(2, stopping_criteria=lambda input_ids, scores: None))
 
 
 COPIES: list[Callable[[Any], Any]] = [copy.copy, copy.deepcopy, pickle.dumps]

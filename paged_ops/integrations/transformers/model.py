@@ -32,7 +32,7 @@ from paged_ops.cache.hybrid import HybridCache, pools_by_reach
 from paged_ops.cache.kv_cache import KVCache
 from paged_ops.cache.shard import UNSHARDED
 from paged_ops.cache.states import StateCache
-from paged_ops.checks import expect, flag
+from paged_ops.checks import expect, flag, is_integer
 from paged_ops.integrations.transformers import indexers
 from paged_ops.integrations.transformers.all_reduce_fusion import LAST_NORMS, AllReduceReport, Watch
 from paged_ops.integrations.transformers.attention_function import PROBE
@@ -124,6 +124,7 @@ class PagedCausalLM:
         latent: bool = True,
         batch_invariant: bool = False,
     ) -> None:
+        self.batch_invariant, latent = flag("batch_invariant", batch_invariant), flag("latent", latent)
         refuse(model, has_own_attention)
         self._step_argument = cache_argument(model.forward) if has_own_attention(model) else None
         if model.device.type == "cuda":
@@ -131,14 +132,15 @@ class PagedCausalLM:
         previous: Wrapping | None = getattr(model, "paged_wrapping", None)
         if previous is not None:  # before reading anything that it replaced, such as position embeddings
             previous.undo()
-        self.batch_invariant, self._soft_cap = flag("batch_invariant", batch_invariant), 0.0
+        self._soft_cap = 0.0
         if batch_invariant:
             expect_known(model)
         limit, freezes = _position_limit(model), list(length_dependent(model))
         most = None if limit is None else int(limit * max((stretch(rotary) for *_, rotary in freezes), default=1.0))
-        is_length = max_model_len is None or hasattr(max_model_len, "__index__")
-        fits = is_length and (max_model_len is None or 1 <= max_model_len <= (most or max_model_len))
-        expect(fits, "max_model_len", f"1 to {most}, the model's positions", max_model_len)
+        if max_model_len is not None:
+            fits = is_integer(max_model_len, 1) and (most is None or int(max_model_len) <= most)
+            expect(fits, "max_model_len", f"1 to {most}, the model's positions", max_model_len)
+            max_model_len = int(max_model_len)
         self.model = model
         self.max_model_len: int | None = limit if max_model_len is None else max_model_len
         forward = inspect.signature(model.forward).parameters
@@ -296,7 +298,7 @@ class PagedCausalLM:
         dtype: torch.dtype | None = None,
         kv_cache_dtype: str = "auto",
         layout: Layout | None = None,
-        num_state_slots: int = 32,
+        num_state_slots: int | None = None,
         num_host_state_slots: int | None = None,
     ) -> KVCache | HybridCache:
         """A cache for this model on its device, in its dtype by default (float8 dtypes work without scales).
@@ -314,7 +316,7 @@ class PagedCausalLM:
                 :func:`paged_ops.blocks_within_reach` gives a sufficient number.
             keep_all: use one pool, which keeps all blocks.
             num_state_slots: if layers keep state, the number of concurrent sequences: at least a loop's
-                ``max_num_seqs``.
+                ``max_num_seqs``; by default 32.
             num_host_state_slots: the number of swapped-out sequences; by default the same if there are host blocks.
         """
         device = self.model.device
@@ -333,6 +335,10 @@ class PagedCausalLM:
         }
         fits = layout is None or self.layout is None or Layout(layout) is self.layout
         expect(fits, "layout", "LATENT, or PagedCausalLM(model, latent=False)", layout)
+        keep_all = flag("keep_all", keep_all)
+        for name, slots in (("num_state_slots", num_state_slots), ("num_host_state_slots", num_host_state_slots)):
+            fits = slots is None or self.states is not None
+            expect(fits, name, "None, as no layer of this model keeps state", slots)
         whole = not (keep_all and shard.size > 1 and len(set(self.pool_of_layer)) > 1)
         expect(whole, "keep_all", "False with a context, because layers with a window are not sharded", keep_all)
         if not keep_all and self.layers:
@@ -341,11 +347,14 @@ class PagedCausalLM:
             options["sliding_window"] = windows[0] if one else windows
             options["attention_chunk"] = chunks[0] if one else chunks
         if self.states is not None:
+            num_state_slots = 32 if num_state_slots is None else num_state_slots
             if num_host_state_slots is None:
                 num_host_state_slots = num_state_slots if num_host_blocks else 0
             specs = self.states.specs
             options["states"] = StateCache(specs, num_state_slots, device=device, num_host_slots=num_host_state_slots)
         elif keep_all or len(set(self.pool_of_layer)) == 1:
+            one_pool = "None, as one pool has the blocks of all layers"
+            expect(num_window_blocks is None, "num_window_blocks", one_pool, num_window_blocks)
             return KVCache(*sizes, **options)
         return HybridCache.for_layers(*sizes, num_window_blocks=num_window_blocks, **options)
 
