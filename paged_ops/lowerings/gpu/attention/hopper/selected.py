@@ -8,8 +8,10 @@ replaced by -inf. Other warps compute. merge_selected_kernel merges the parts. T
 these warps' registers, which multiply them by their scales; the tile is the same.
 
 For at most 16 heads the keys, and then the value columns, are rows of the matmuls, as in latent_few.py (S^T = K Q^T,
-O^T = V^T P^T), and one warpgroup computes. Otherwise the 64 heads of a group are the rows (S = Q K^T, O = P V), and two
-warpgroups take half of the keys and then half of the value columns each.
+O^T = V^T P^T), and one warpgroup computes. Otherwise the 64 heads of a group are the rows (S = Q K^T, O = P V). Over
+bfloat16 and float16 rows one warpgroup multiplies keys, and two more half of the value columns each, as in latent.py.
+Over rows with scales the loading warps need too many registers for three; two take half of the keys and then half of
+the value columns each.
 
 Letters: as in latent.py. Bytes of a selected key: 2 (R + P) in bfloat16, 656 in fp8_ds_mla. Source of the idea: the
 sparse attention of DeepSeek-V3.2 and its FlashMLA kernels.
@@ -23,40 +25,34 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import latent, ring
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
-from paged_ops.lowerings.gpu.attention.hopper.latent import KEY_BYTES
 from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch
+from paged_ops.lowerings.gpu.attention.hopper.selected_load import load_part
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, Part
-from paged_ops.lowerings.gpu.attention.shared import masks
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.triton import merge
 from paged_ops.lowerings.gpu.attention.triton.selected import NOT_OF_MERGE, merge_selected_kernel
-from paged_ops.lowerings.gpu.fp8 import widen_fp8
-from paged_ops.lowerings.gpu.gluon_names import load_async, load_box, reinterpret
+from paged_ops.lowerings.gpu.gluon_names import reinterpret
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
-from paged_ops.lowerings.gpu.scaled_rows import GROUP, rotated_columns, scales_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
 from paged_ops.lowerings.gpu.target import Target
 
 FEW = 16  # the most query rows that are columns of the matmuls
 STAGES = 2  # tiles in shared memory
-LOADERS = gl.constexpr(4)  # warps that copy keys
-REGISTERS, SCALED_REGISTERS = (80,), (144,)  # of these warps, and with the numbers of a tile in flight
+LOADERS, LOADERS_OF_FEW = 4, 8  # warps that copy keys, and for few query rows over rows with scales
+# Of the warps after the first ones: those that copy keys are last. Rows with scales have the numbers of a tile in them.
+REGISTERS, APART_REGISTERS, SCALED_REGISTERS = (80,), (176, 176, 56), {4: (144,), 8: (112,)}
 LATENT = gl.constexpr(latent.LATENT)
 # What a part, and a merge, cost besides the tiles, in tiles: see parts_of.
 START, MERGE = 1, 2
 MOST_ROWS = 1 << 16  # of the results of parts: 256 MiB
+MERGED = 4  # heads that one program merges, of two parts of many query rows
 
 APPLIES = frozenset({"latent", "selected", "selection", "causal", "window", "chunk", "float16", "bfloat16"})
 OF_SCALED_ROWS = frozenset({"row_scales", "float8_e4m3fn"})
@@ -108,11 +104,16 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     T, division, parts = choice
     M = rows_of(spec)
     spec = latent.packed(spec, M)
-    few = M <= FEW
-    registers = SCALED_REGISTERS if spec.storage.row_scales else REGISTERS
-    shape = SelectedShape(M, latent.KEYS, STAGES, 2 if few else 1, tiles_of(spec), parts, few, registers)
+    few, scaled = M <= FEW, spec.storage.row_scales
+    apart = not few and not scaled
+    loaders = LOADERS_OF_FEW if few and scaled else LOADERS
+    registers = SCALED_REGISTERS[loaders] if scaled else APART_REGISTERS if apart else REGISTERS
+    shape = SelectedShape(
+        M, latent.KEYS, STAGES, 2 if few else 1, tiles_of(spec), parts, few, apart, loaders, registers
+    )  # fmt: skip
     units = T * spec.K
-    constants = {"SPEC": spec, "DIVISION": division, "SHAPE": shape, **target.overlap(), "num_warps": 4 if few else 8}
+    warps = 4 if few or apart else 8
+    constants = {"SPEC": spec, "DIVISION": division, "SHAPE": shape, **target.overlap(), "num_warps": warps}
     takes = ("key_cache", "selected_keys", *(PARTS if parts > 1 else ()))
     rows = functools.partial(latent.describe_rows, M, 64)
     grid = min(units * parts, target.processors), 1, 1
@@ -121,11 +122,12 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     if parts == 1:
         return Launches((launch,), (0, 0, 0))
     merged = {"SPEC": spec.for_merge(), "TILE": TileShape(M, 1, 0, spec.v_side.size, 0, False), "PARTS": parts}
-    options = {**target.overlap(), "num_warps": 4}
+    heads = MERGED if parts == 2 and not few else 1
+    options = {"HEADS": heads, **target.overlap(), "num_warps": 4}
     launcher = launcher_of(merge_selected_kernel, merged | options, target.device, NOT_OF_MERGE)
 
     def merges(numbers: Numbers) -> Grid:
-        return numbers.T * spec.K, spec.G, 1
+        return numbers.T * spec.K, -(-spec.G // heads), 1
 
     launches = launch, Launch(launcher, merges, NOT_OF_MERGE)
     return Launches(launches, merge.workspace(units * parts, M, spec.v_side.size))
@@ -141,7 +143,9 @@ class SelectedShape(NamedTuple):
     tiles: int  # of a list
     parts: int  # of a list
     few: bool  # whether query rows are the columns of the matmuls
-    registers: tuple[int, ...]  # of the warps that copy keys
+    apart: bool  # whether different warps multiply keys and values
+    loaders: int  # warps that copy keys
+    registers: tuple[int, ...]  # of the warps after the first ones
 
 
 class SelectedMemory(NamedTuple):
@@ -156,6 +160,7 @@ class SelectedMemory(NamedTuple):
     ring: Any  # of tiles
     seen: Any  # for each key of a tile: 1, or 0 if the token does not see it
     weights: Any  # of a tile of keys
+    messages: Any  # Messages, if apart
 
 
 @gluon.jit
@@ -173,145 +178,13 @@ def each_part(role: gl.constexpr, args, batch, shared, SPEC: gl.constexpr, DIVIS
     return counts
 
 
-class Token(NamedTuple):
-    """The sequence of a token, and the token's place in it."""
-
-    block_table: Any
-    seq_len: Any  # 0 if the row is padding
-    i: Any  # its position
-
-
-@gluon.jit
-def token_at(t, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr):
-    """:class:`Token` of row t. All loads are under way at once."""
-    tensors, S = batch.tensors, batch.numbers.S
-    TIMES: gl.constexpr = DIVISION.times
-    s, seq_len, end = t * 0, t * 0, t * 0
-    for n in gl.static_range(TIMES):
-        s_ = n * DIVISION.at_once + gl.arange(0, DIVISION.at_once, gl.BlockedLayout([1], [32], [LOADERS], [0]))
-        start_ = gl.load(tensors.query_start_loc + s_, mask=s_ < S, other=0)
-        end_ = gl.load(tensors.query_start_loc + s_ + 1, mask=s_ < S, other=0)
-        len_ = gl.load(tensors.seq_lens + s_, mask=s_ < S, other=0)
-        own = (start_ <= t) & (t < end_)
-        s += gl.sum(gl.where(own, s_, 0), 0)
-        seq_len += gl.sum(gl.where(own, len_, 0), 0)
-        end += gl.sum(gl.where(own, end_, 0), 0)
-    block_table = tensors.block_tables + s.to(gl.int64) * batch.numbers.table_stride
-    return Token(block_table, seq_len, seq_len - end + t)
-
-
-@gluon.jit
-def positions(entries, tile, x, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """The positions of the keys ``x [N]`` of a tile of a list; negative for padding."""
-    BLOCK: gl.constexpr = SPEC.masks.selection.block
-    KEYS: gl.constexpr = SPEC.masks.selection.entries * BLOCK
-    LARGEST: gl.constexpr = 2147483647 // BLOCK - 1  # a larger entry selects nothing, and must not overflow
-    x += tile * SHAPE.N
-    entry = gl.load(entries + x // BLOCK, mask=x < KEYS, other=-1)
-    return gl.maximum(gl.minimum(entry, LARGEST), -1) * BLOCK + x % BLOCK
-
-
-@gluon.jit
-def blocks_of(j, token, batch, SPEC: gl.constexpr):
-    """Which of the keys ``j [N]`` a token sees, and their block ids."""
-    MASKS: gl.constexpr = SPEC.masks
-    live = masks.keep_in_order(token.i, j, (j >= 0) & (j < token.seq_len), batch.numbers, MASKS)
-    return live, gl.load(token.block_table + j // SPEC.B * SPEC.table, mask=live, other=0)
-
-
-@gluon.jit
-def load_part(
-    part, counts, args, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
-):  # fmt: skip
-    """Load the tiles of a part, and the query rows of its unit. Lists are read two tiles ahead, block ids one."""
-    n, at, _ = counts
-    N: gl.constexpr = SHAPE.N
-    SIDE: gl.constexpr = SPEC.v_side
-    SCALED: gl.constexpr = SPEC.storage.row_scales
-    WIDTH: gl.constexpr = 1 if SCALED else 2  # bytes of a number of the cache
-    layout: gl.constexpr = gl.BlockedLayout([1, 16 // WIDTH], [4, 8], [LOADERS, 1], [1, 0])
-    x = gl.arange(0, N, gl.SliceLayout(1, layout))
-    entries = batch.tensors.selected_keys + part.row_start.to(gl.int64) * SPEC.masks.selection.entries
-    j = positions(entries, part.tile, x, SPEC, SHAPE)
-    next_j = positions(entries, part.tile + 1, x, SPEC, SHAPE)
-    token = token_at(part.row_start, batch, SPEC, DIVISION)
-    live, block = blocks_of(j, token, batch, SPEC)
-    for t in range(part.count):
-        rows = batch.tensors.key_cache + block.to(gl.int64) * SIDE.n + (j % SPEC.B).to(gl.int64) * SIDE.b
-        now = live
-        loaded = ()
-        if SCALED:
-            loaded = load_numbers(rows, now)
-        j = next_j
-        next_j = positions(entries, part.tile + t + 2, x, SPEC, SHAPE)
-        live, block = blocks_of(j, token, batch, SPEC)
-        ring.wait_empty(shared.ring, at)
-        place = ring.stage_of(shared.ring, at)
-        if SCALED:
-            copy_columns(rotated_columns(rows), now, shared.rotated.index(place))
-        else:
-            copy_columns(rows + LATENT, now, shared.rotated.index(place))
-            copy_columns(rows, now, shared.latents.index(place))
-        async_copy.mbarrier_arrive(ring.full_of(shared.ring, at), increment_count=False)
-        if SCALED:
-            store_numbers(loaded, shared.latents.index(place))
-        shared.seen.index(place).store(now.to(gl.int8))
-        ring.fill(shared.ring, at)
-        if t == 0:  # the last unit's query rows may still be read
-            load_rows(args, part, n, shared, SPEC, SHAPE)
-        at += 1
-    return Counts(n + 1, at, counts.messages)
-
-
-@gluon.jit
-def copy_columns(rows, live, to):
-    """Begin to copy columns of keys ``[N]`` to shared memory, from these addresses on; zeros if not live."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [LOADERS, 1], [1, 0])
-    rows = gl.convert_layout(rows, gl.SliceLayout(1, layout))
-    live = gl.convert_layout(live, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, to.shape[1], gl.SliceLayout(0, layout))
-    load_async(to, rows[:, None] + columns[None, :], mask=live[:, None])
-
-
-@gluon.jit
-def load_numbers(rows, live):
-    """Begin to load the numbers of rows with scales to registers. Returns them and the scales, by groups of columns."""
-    columns = gl.arange(0, GROUP, gl.SliceLayout(0, rows.type.layout.parent))
-    made: gl.tuple = ()
-    for g in gl.static_range(LATENT // GROUP):
-        numbers = gl.load(rows[:, None] + (g * GROUP + columns)[None, :], mask=live[:, None], other=0.0)
-        made += (numbers, gl.load(scales_of(rows) + g, mask=live, other=0.0))
-    return made
-
-
-@gluon.jit
-def store_numbers(loaded, to):
-    """Store what :func:`load_numbers` loaded, times the scales."""
-    for g in gl.static_range(LATENT // GROUP):
-        numbers = widen_fp8(loaded[2 * g]).to(gl.float32) * loaded[2 * g + 1][:, None]
-        to.slice(g * GROUP, GROUP, dim=1).store(numbers.to(to.dtype))
-    fence_async_shared()
-
-
-@gluon.jit
-def load_rows(desc, part, n, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Begin to load the query rows of the program's n-th unit."""
-    CHUNKS: gl.constexpr = LATENT // 64
-    ring.wait_empty(shared.q_ring, n)
-    ring.expect(shared.q_ring, n, SHAPE.M * KEY_BYTES)
-    full, place, row = ring.full_of(shared.q_ring, n), ring.stage_of(shared.q_ring, n), roles.query_row(part, SPEC)
-    load_box(desc, [row, LATENT], full, shared.q_rotated.index(place))
-    for chunk in gl.static_range(CHUNKS):
-        load_box(desc, [row, chunk * 64], full, shared.q_chunks.index(place * CHUNKS + chunk))
-
-
 @gluon.jit
 def multiply_keys(part, counts, t, zero, shared, SHAPE: gl.constexpr):
     """The scores of the keys of a part's t-th tile and its unit's query rows."""
     at = counts.tiles + t
     place, query = ring.stage_of(shared.ring, at), ring.stage_of(shared.q_ring, counts.units)
     ring.wait_full(shared.ring, at)
-    fence_async_shared()  # the copies of keys are ordinary stores
+    fence_async_shared()  # the copies of keys are ordinary stores; one fence, by those who wait for them, is enough
     rotated, latents = shared.rotated.index(place), shared.latents.index(place)
     q_rotated, q_latents = shared.q_rotated.index(query), shared.q_latents.index(query)
     if SHAPE.few:
@@ -399,24 +272,105 @@ def attend_part(
     to: gl.constexpr = gl.SliceLayout(AXIS, sums)
     scale = gl.convert_layout(roles.normalizer(l_, 1.0), to)
     lse2 = gl.convert_layout(roles.lse2_of(m, l_), to)
-    store_part(acc, scale, lse2, part, gl.arange(0, M, to), batch.tensors, SPEC, SHAPE)
+    store_part((acc,), scale, lse2, part, gl.arange(0, M, to), batch.tensors, 0, SPEC, SHAPE)
     return Counts(counts.units + 1, counts.tiles + part.count, counts.messages)
 
 
 @gluon.jit
-def store_part(acc, scale, lse2, part, r, tensors, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Store the result of a part, and its lse: of a whole list as the output, else for the merge."""
+def score_part(
+    part, counts, args, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """Send the weights of all tiles of a part and the factors of the accumulators; store lse."""
+    factor = args
+    messages = shared.messages
+    sent = counts.messages
+    M: gl.constexpr = SHAPE.M
+    N: gl.constexpr = SHAPE.N
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    zero = gl.full([M, N], 0.0, gl.float32, layout)
+    m = gl.full([M], float("-inf"), gl.float32, row_layout)
+    l = gl.sum(gl.sum(zero.reshape([M, N // 8, 4, 2]), 3), 1)
+    ring.wait_full(shared.q_ring, counts.units)
+    for t in range(part.count):
+        at = counts.tiles + t
+        qk = multiply_keys(part, counts, t, zero, shared, SHAPE)
+        seen = shared.seen.index(ring.stage_of(shared.ring, at)).load(gl.SliceLayout(0, layout))
+        ring.release(shared.ring, at)
+        scores = gl.where((seen != 0)[None, :], qk * factor, float("-inf"))
+        largest = gl.max(gl.max(scores.reshape([M, N // 8, 4, 2]), 1), 2)
+        largest = gl.convert_layout(gl.max(largest, 1), row_layout)
+        # As in softmax_tile: a maximum that grows little stays in use.
+        m_new = gl.where(largest > m + roles.SLACK, largest, m)
+        shift = roles.finite(m_new)
+        p = gl.exp2(scores - shift[:, None])
+        decay = gl.exp2(m - shift)
+        ring.wait_empty(messages.ring, sent)
+        messages.weights.store(p.to(messages.weights.dtype))
+        roles.send_factors(messages, sent, decay, m_new, m)
+        ring.fill(messages.ring, sent)
+        totals = gl.sum(gl.sum(p.reshape([M, N // 8, 4, 2]), 3), 1)
+        l = l * gl.convert_layout(decay, gl.SliceLayout(1, l.type.layout))[:, None] + totals
+        m = m_new
+        sent += 1
+    l_ = gl.convert_layout(gl.sum(l, 1), row_layout)
+    roles.send_last(messages, sent, roles.normalizer(l_, 1.0))
+    lse2, r = roles.lse2_of(m, l_), gl.arange(0, M, row_layout)
+    store_part((), None, lse2, part, r, batch.tensors, 0, SPEC, SHAPE)
+    return Counts(counts.units + 1, counts.tiles + part.count, sent + 1)
+
+
+@gluon.jit
+def sum_part(
+    part, counts, args, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """Half of the value columns of a part's result, from column ``args[0]`` on."""
+    FIRST: gl.constexpr = args[0]
+    messages, received = shared.messages, counts.messages
+    M: gl.constexpr = SHAPE.M
+    # As in latent.py: a matmul with twice the columns would need more registers than ptxas allows it.
+    WIDTH: gl.constexpr = SPEC.v_side.size // 4
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    acc0 = gl.full([M, WIDTH], 0.0, gl.float32, layout)
+    acc1 = acc0
+    for t in range(part.count):
+        at = counts.tiles + t
+        ring.wait_full(messages.ring, received)  # who sends a tile's weights has waited for the tile
+        decay, changed = roles.load_factors(messages, received, row_layout)
+        p = messages.weights.load(gl.DotOperandLayout(0, layout, 2))
+        ring.release(messages.ring, received)
+        received += 1
+        if changed != 0:
+            acc0 = acc0 * decay[:, None]
+            acc1 = acc1 * decay[:, None]
+        tile = shared.latents.index(ring.stage_of(shared.ring, at))
+        acc0 = warpgroup_mma(p, tile.slice(FIRST, WIDTH, dim=1), acc0, is_async=True)
+        acc1 = warpgroup_mma(p, tile.slice(FIRST + WIDTH, WIDTH, dim=1), acc1, is_async=True)
+        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+        ring.release(shared.ring, at)
+    factor = roles.receive_last(messages, received, row_layout)
+    r = gl.arange(0, M, row_layout)
+    store_part((acc0, acc1), factor, None, part, r, batch.tensors, FIRST, SPEC, SHAPE)
+    return Counts(counts.units, counts.tiles + part.count, received + 1)
+
+
+@gluon.jit
+def store_part(acc, scale, lse2, part, r, tensors, FIRST: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Store value columns from FIRST on of a part's result, and its lse unless it is None: of a whole list as the
+    output, else for the merge."""
     head = part.kh * SPEC.G + r
     live = (r < SPEC.G) & (head < SPEC.heads)
     if SHAPE.parts == 1:
         row = part.row_start.to(gl.int64) * SPEC.heads + head
-        if SPEC.lse:
+        if SPEC.lse and lse2 is not None:
             gl.store(tensors.lse + row, lse2 * LN2, mask=live)
-        roles.store_columns(tensors.out, row, live, (acc,), scale, 0, 1, SPEC)
+        roles.store_columns(tensors.out, row, live, acc, scale, FIRST, 1, SPEC)
     else:
         row = (part.program * 2 + (part.tile == part.first_tile).to(gl.int32)).to(gl.int64) * SHAPE.M + r
-        gl.store(tensors.part_lse + row, lse2, mask=live)
-        roles.store_columns(tensors.parts, row, live, (acc,), scale, 0, 1, SPEC)
+        if lse2 is not None:
+            gl.store(tensors.part_lse + row, lse2, mask=live)
+        roles.store_columns(tensors.parts, row, live, acc, scale, FIRST, 1, SPEC)
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
@@ -439,22 +393,43 @@ def selected_hopper_kernel(
     latents = gl.allocate_shared_memory(dtype, [SHAPE.stages, N, R], layout)
     rotated = gl.allocate_shared_memory(dtype, [SHAPE.stages, N, P], layout)
     # A tile is full when the copies of each thread have arrived, and what is seen of it is known.
-    tiles = ring.ring_of(SHAPE.stages, LOADERS * 32 + 1, 1)
+    tiles = ring.ring_of(SHAPE.stages, SHAPE.loaders * 32 + 1, 3 if SHAPE.apart else 1)
     seen = gl.allocate_shared_memory(gl.int8, [SHAPE.stages, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     weights = gl.allocate_shared_memory(dtype, [M, N], layout)
-    shared = SelectedMemory(q_chunks, q_latents, q_rotated, q_ring, latents, rotated, tiles, seen, weights)
+    messages = None
+    if SHAPE.apart:
+        vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        factors = gl.allocate_shared_memory(gl.float32, [1, M], vector)
+        changed = gl.allocate_shared_memory(gl.int32, [1, 4], vector)
+        messages = roles.Messages(weights, factors, changed, ring.ring_of(1, 1, 2))
+    shared = SelectedMemory(q_chunks, q_latents, q_rotated, q_ring, latents, rotated, tiles, seen, weights, messages)
     fence_async_shared()
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     batch = Batch(tensors, numbers, None)
+    factor = numbers.scale * LOG2E
     ATTEND: gl.constexpr = attend_part
+    SCORE: gl.constexpr = score_part
+    SUM: gl.constexpr = sum_part
     LOAD: gl.constexpr = load_part
-    gl.warp_specialize(
-        [
-            (each_part, (ATTEND, numbers.scale * LOG2E, batch, shared, SPEC, DIVISION, SHAPE)),
-            (each_part, (LOAD, q_desc, batch, shared, SPEC, DIVISION, SHAPE)),
-        ],
-        [LOADERS],
-        SHAPE.registers,
-    )
+    if SHAPE.apart:
+        gl.warp_specialize(
+            [
+                (each_part, (SCORE, factor, batch, shared, SPEC, DIVISION, SHAPE)),
+                (each_part, (SUM, (0,), batch, shared, SPEC, DIVISION, SHAPE)),
+                (each_part, (SUM, (R // 2,), batch, shared, SPEC, DIVISION, SHAPE)),
+                (each_part, (LOAD, q_desc, batch, shared, SPEC, DIVISION, SHAPE)),
+            ],
+            [4, 4, SHAPE.loaders],
+            SHAPE.registers,
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (each_part, (ATTEND, factor, batch, shared, SPEC, DIVISION, SHAPE)),
+                (each_part, (LOAD, q_desc, batch, shared, SPEC, DIVISION, SHAPE)),
+            ],
+            [SHAPE.loaders],
+            SHAPE.registers,
+        )

@@ -89,7 +89,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         constants |= {"SPEC": spec, **NOT_FUSED}
         kernel, without = fold_selected_kernel, not_of_merge(spec)
     else:
-        constants["SPEC"] = spec.for_merge()
+        constants |= {"SPEC": spec.for_merge(), "HEADS": 1}
         kernel, without = merge_selected_kernel, NOT_OF_MERGE
     merge = Launch(
         launcher_of(kernel, constants, target.device, without), lambda numbers: (numbers.T * K, spec.G, 1), without
@@ -222,16 +222,16 @@ def see_list(first, end, entries, i, rows, cache, SPEC: tl.constexpr, TILE: tl.c
 def merge_selected_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
-    SPEC: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    SPEC: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one head of a unit."""
+    """The parts of HEADS heads of a unit."""
     if PDL:
         gdc_wait()
     unit = tl.program_id(0)
     K: tl.constexpr = SPEC.K
     cut = Divided(unit * PARTS, unit * PARTS + PARTS - 1, unit // K, 1, unit % K)
     AT_ONCE: tl.constexpr = PARTS if PARTS < 8 else 8
-    merge_items(tensors, cut, tl.program_id(1), tl.num_programs(1), SPEC, TILE, 1, TILE.Dv, AT_ONCE, 1)
+    merge_items(tensors, cut, tl.program_id(1), tl.num_programs(1), SPEC, TILE, HEADS, TILE.Dv, AT_ONCE, 1)
     if PDL:
         gdc_launch_dependents()  # last, as in merge_kernel
 
