@@ -36,7 +36,7 @@ from typing import Any
 
 from shapes_vllm import SHAPES
 
-# Environment variables of vLLM: the engine in this process, no network, its own sampler.
+# Environment variables of vLLM, unless they are set: the engine in this process, no network, its own sampler.
 SWITCHES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
@@ -475,7 +475,7 @@ def main() -> None:
             continue
         log(f"{backend}: {share:.0f} s")
         arguments = [*sys.argv[1:], "--one", backend, "--seconds", str(share * 0.8)]
-        environment = os.environ | SWITCHES
+        environment = SWITCHES | os.environ
         limit = min(share * 1.1, left)
         try:
             done = subprocess.run([sys.executable, __file__, *arguments], timeout=limit, env=environment)

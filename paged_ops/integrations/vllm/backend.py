@@ -175,7 +175,9 @@ class CompilesAhead:
         nothing = torch.zeros(S + 1, dtype=torch.int32, device=kv_cache.device)
         attends = [functools.partial(call, T, nothing[:S, None], nothing[:S], nothing) for call in calls]
         ahead = Ahead(attends, max_num_tokens=most_tokens, max_num_seqs=most_sequences, equal_lengths=True)
-        ahead.finish()
+        report = ahead.finish()
+        if report.compiled or report.errors:  # else another layer has asked for the same
+            vllm_plugin.logger.info("Kernels of paged_ops for steps of requests: %s.", report)
         self._warm = kv_cache
 
 

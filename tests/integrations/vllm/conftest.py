@@ -6,4 +6,4 @@ Where vLLM is not installed they are not collected.
 import importlib.util
 
 if importlib.util.find_spec("vllm") is None:
-    collect_ignore = ["test_backend.py", "test_engine.py", "test_latent.py"]
+    collect_ignore = ["test_backend.py", "test_engine.py", "test_latent.py", "test_warm_up.py"]

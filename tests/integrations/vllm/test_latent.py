@@ -23,6 +23,7 @@ from paged_ops.integrations import expanded
 from paged_ops.integrations.vllm import backend as dense
 from paged_ops.integrations.vllm import plugin as vllm_plugin
 from paged_ops.integrations.vllm.latent import PagedOpsMLABackend, PagedOpsMLAImpl, PagedOpsMLAMetadataBuilder
+from paged_ops.lowerings.warm_up import WarmUp
 
 H, Dn, Dv, N = 4, 24, 16, 48
 SMALL, DEEPSEEK = (32, 8), (512, 64)  # R, P
@@ -283,8 +284,9 @@ def test_kernels_of_all_steps_are_compiled_once(config: Any, monkeypatch: pytest
                 call()
             seen.append(len(calls))
 
-        def finish(self) -> None:
+        def finish(self) -> WarmUp:
             seen.append("finished")
+            return WarmUp(7, 5, 0.5, ())
 
     monkeypatch.setattr(dense, "Ahead", Recorded)
     for _ in range(2):
