@@ -185,7 +185,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", default="bits,times", help="of bits, times and fa3, with commas between")
     parser.add_argument("--groups", default="decode,prefill,fp8", help="of paged_ops.bench.cases, with commas between")
-    parser.add_argument("--cases", default="32/8 .*(block 16|x|ragged)", help="a regular expression: group heads name")
+    parser.add_argument("--cases", default="^(?!.*block (64|128))", help="a regular expression: group heads name")
     parser.add_argument("--tokens", type=int, default=3001, help="of the prompt whose bits are compared")
     parser.add_argument("--rows", type=int, default=24, help="of it that are computed alone")
     parser.add_argument("--repeats", type=int, default=15)
@@ -198,15 +198,17 @@ def main() -> int:
     jobs: list[Callable[[], dict[str, Any]]] = []
     if "bits" in parts:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        jobs.append(functools.partial(bits, device, args.tokens, args.rows, (32, 8), 128, dtype))
+        both = (32, 8), (8, 1)  # with one key/value head, segments are shorter than the prompt
+        jobs += [functools.partial(bits, device, args.tokens, args.rows, heads, 128, dtype) for heads in both]
     if {"times", "fa3"} & {*parts}:
         chosen = [each for each in cases.gpu_cases() if each.group in args.groups.split(",")]
         chosen = [each for each in chosen if re.search(args.cases, each.key)]
         if args.compile:
-            one, many = (
-                [each for each in chosen if (each.num_tokens == len(each.seqs)) == is_decode] for is_decode in (1, 0)
-            )
-            work = [(each, varied, device) for varied in ("", *args.vary, "default") for each in (many, one)]
+            kinds: dict[Any, list[cases.Case]] = {}
+            for each in chosen:
+                kind = each.group, each.num_heads, each.num_kv_heads, each.head_size, each.cache_dtype
+                kinds.setdefault((*kind, each.num_tokens == len(each.seqs)), []).append(each)
+            work = [(each, varied, device) for varied in ("", "default", *args.vary) for each in kinds.values()]
             with multiprocessing.get_context("spawn").Pool(args.compile) as pool:
                 pool.map(compile_small, work, chunksize=1)
             return 0

@@ -14,8 +14,13 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 
 from paged_ops import testing
+from paged_ops.features import Features
 from paged_ops.lowerings import gpu
+from paged_ops.lowerings.gpu import spec
 from paged_ops.lowerings.gpu.attention import call, tuning
+from paged_ops.lowerings.gpu.attention.hopper import invariant as hopper
+from paged_ops.lowerings.gpu.attention.hopper.segments import Cuts
+from paged_ops.lowerings.gpu.attention.shared.tile import LOG2E
 from paged_ops.lowerings.gpu.attention.triton import invariant
 from tests.fuzz import invariant as campaign
 from tests.fuzz import runner
@@ -136,3 +141,61 @@ def test_other_cuts_give_other_bits(one_sequence, monkeypatch):
     wanted = attend(n - 1, n)
     monkeypatch.setattr(invariant, "SEGMENT", 32)
     assert not all(map(torch.equal, attend(n - 1, n), wanted))
+
+
+@pytest.mark.parametrize("sharing", [1, 3, 8])
+@pytest.mark.parametrize("fold", [hopper.Fold(32, 4), hopper.Fold(128, 2)], ids=str)
+def test_states_of_segments_are_folded_from_the_last_to_the_first(fold, sharing):
+    """The same bits by any number of programs, with states of nothing seen among them; rows of padding."""
+    torch.manual_seed(0)
+    K, G, D, T = 2, 3, 64, 6
+    query_lens, lens = (1, 2, 1, 0), (70, 1100, 640, 300)
+    cuts, division = Cuts(1, 1 << 20, 8, 60), tuning.division(8, len(lens))
+    counts = [-(-n // 128) if q else 0 for q, n in zip(query_lens, lens, strict=True)]
+    places = sum(counts) * K
+    assert places <= cuts.states
+    parts = torch.randn(cuts.states, cuts.rows, D)
+    pairs = torch.stack((torch.randn(cuts.states, cuts.rows), torch.rand(cuts.states, cuts.rows) + 1), 2)
+    pairs[torch.rand(pairs.shape[:2]) < 0.2] = torch.tensor([-torch.inf, 0.0])
+    parts[pairs[..., 0].isinf()] = 0.0
+    out, lse = torch.full((T, K * G, D), torch.nan), torch.full((T, K * G), torch.nan)
+    side = spec.Side(D, 1, 1, 0, 0, 0, 0, 1, None)
+    of_call = spec.spec_of(
+        torch.zeros(T, K * G, D), *[torch.zeros(4, 16, K, 1, D), torch.zeros(4, 16, K, D)], 0, torch.zeros(4, 2).int(),
+        None, Features(batch_invariant=True), torch.float32, True,
+    ).for_merge()._replace(v_side=side)  # fmt: skip
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    given = dict.fromkeys(spec.Pointers._fields)
+    given |= {"out": out, "lse": lse, "parts": parts, "part_lse": pairs, "seq_lens": torch.tensor(lens).int()}
+    tensors = spec.Pointers(**{**given, "query_start_loc": starts})
+    scale, log2e = 0.3, LOG2E.value
+    constants = {
+        "SPEC": of_call, "PLAN": hopper.Plan(division, cuts, 8), "FOLD": fold, "PDL": False,
+        "TILE": spec.TileShape(64, 128, 0, D, 0, False),
+    }  # fmt: skip
+    hopper.invariant_states_kernel[(len(lens) * K * sharing,)](tensors, scale, 0.0, 0, 0, 2, len(lens), T, **constants)
+    first = 0
+    for s, count in enumerate(counts):
+        for kh in range(K if count > 1 else 0):
+            for r in range(query_lens[s] * G):
+                acc, m, l = torch.zeros(D), torch.tensor(-torch.inf), torch.tensor(0.0)
+                for segment in reversed(range(count)):
+                    place = (first + segment) * K + kh
+                    m_part, l_part = pairs[place, r]
+                    if m_part == -torch.inf:
+                        continue
+                    m_new = torch.maximum(m, m_part)
+                    decay, weight = (torch.exp2((each - m_new) * scale * log2e) for each in (m, m_part))
+                    acc, l, m = acc * decay + parts[place, r] * weight, l * decay + l_part * weight, m_new
+                row, head = int(starts[s]) + r // G, kh * G + r % G
+                torch.testing.assert_close(out[row, head], acc / l)
+                torch.testing.assert_close(lse[row, head], m * scale + l.log())
+        if count == 1:  # the other kernel's
+            assert out[starts[s] : starts[s + 1]].isnan().all()
+        first += count
+    assert not out[starts[-1] :].any() and (lse[starts[-1] :] == -torch.inf).all()
+    if sharing > 1:
+        again = [torch.full_like(each, torch.nan) for each in (out, lse)]
+        tensors = tensors._replace(out=again[0], lse=again[1])
+        hopper.invariant_states_kernel[(len(lens) * K,)](tensors, scale, 0.0, 0, 0, 2, len(lens), T, **constants)
+        assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip((out, lse), again, strict=True))

@@ -40,7 +40,7 @@ from paged_ops.lowerings.gpu.attention.hopper.loader import loader
 from paged_ops.lowerings.gpu.attention.hopper.producer import producer
 from paged_ops.lowerings.gpu.attention.hopper.ring import signal_of
 from paged_ops.lowerings.gpu.attention.hopper.segments import Cuts, fold_weights, segments_of
-from paged_ops.lowerings.gpu.attention.shared.tile import LOG2E, Batch, store_padding, store_rows
+from paged_ops.lowerings.gpu.attention.shared.tile import LN2, LOG2E, Batch, store_padding
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Division, Numbers, Pointers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
@@ -51,9 +51,10 @@ SEGMENTS, FEWEST_SEGMENTS = 128, 16  # at most, of a long row: about so many in 
 LEAD = 8  # Plan.lead
 WORKSPACE = 16 << 20  # of states of segments, in float32s
 COUNTERS = 4
-# Of invariant_states_kernel: elements of a state that a program folds at once, elements that it loads at once, and the
-# columns of a program if there are few sequences.
-MERGED, LOADED, COLUMNS = tl.constexpr(512), tl.constexpr(4096), 32
+NOTHING = tl.constexpr(0xFF800000)  # a pair of -inf and 0.0
+# Of invariant_states_kernel, see fold_of.
+FEW_UNITS, AT_ONCE, AT_ONCE_OF_FEW = 32, 8, 32
+MERGING = 32  # programs per multiprocessor
 # Names of spec.needs.
 APPLIES = frozenset({"causal", "lse", "batch_invariant", "float16", "bfloat16"})
 
@@ -64,6 +65,13 @@ class Plan(NamedTuple):
     division: Division
     cuts: Cuts
     lead: int  # tiles that are still to be loaded when the next item is taken
+
+
+class Fold(NamedTuple):
+    """What a program of invariant_states_kernel folds at once."""
+
+    elements: int  # of a state, row after row
+    at_once: int  # states that are loaded before the first is needed
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
@@ -117,6 +125,12 @@ def shape_of(spec: Spec, M: int, tma: bool, shared_memory: int) -> HopperShape:
     return shape
 
 
+def fold_of(units: int) -> Fold:
+    """Of the states of so many sequences and key/value heads. A fold takes as long as its loads, so few units are
+    divided among many programs."""
+    return Fold(32, AT_ONCE_OF_FEW) if units <= FEW_UNITS else Fold(128, AT_ONCE)
+
+
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
     """The launches of a choice."""
     M, loads, division, S = choice
@@ -150,10 +164,11 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     takes = PARTS if tma else (*PARTS, "key_cache", "value_cache")
     floats = cuts.states * rows * Dv + P * M * Dv
     size = floats + 2 * cuts.states * rows
-    columns = COLUMNS if S * spec.K <= 2 * P else Dv
+    fold = fold_of(S * spec.K)
 
     def grid(numbers: Numbers) -> Grid:
-        return numbers.S * spec.K * (Dv // columns), 1, 1
+        units = max(numbers.S, 1) * spec.K
+        return units * min(rows * Dv // fold.elements, max(MERGING * P // units, 1)), 1, 1
 
     def launches(counted: bool) -> tuple[Launch, ...]:
         counter = "arrived" if counted else "taken"
@@ -164,7 +179,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         query = contiguous_rows if are_copied(spec) else aligned_rows
         main = HopperLaunch(launcher, (P, 1, 1), (*takes, counter), described, query)
         tile = TileShape(M, shape.N, 0, Dv, 0, False)
-        merged = {"SPEC": spec.for_merge(), "PLAN": constants["PLAN"], "TILE": tile, "COLUMNS": columns}
+        merged = {"SPEC": spec.for_merge(), "PLAN": constants["PLAN"], "TILE": tile, "FOLD": fold}
         merged |= {"num_warps": 1, "maxnreg": 255, "enable_fp_fusion": False, **target.overlap()}
         without = (*others, *NOT_OF_MERGE)
         merge = Launch(launcher_of(invariant_states_kernel, merged, target.device, without), grid, without)
@@ -244,35 +259,45 @@ def invariant_zero_kernel(
     tl.store(tensors.taken + tl.arange(0, 4), 0)
 
 
+@triton.jit
+def load_state(tensors, place, e, there, Dv: tl.constexpr):
+    """Begin to load elements ``e`` of the state whose first row is ``place``: the maximum, the sum of weights, and the
+    sums of values."""
+    pairs = tensors.part_lse.to(tl.pointer_type(tl.int64)) + place
+    pair = tl.load(pairs + e // Dv, mask=there, other=NOTHING)
+    part = tl.load(tensors.parts + place * Dv + e, mask=there, other=0.0)
+    return pair.to(tl.int32).to(tl.float32, bitcast=True), (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True), part
+
+
 @triton.jit(do_not_specialize=Numbers._fields)
 def invariant_states_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
-    SPEC: tl.constexpr, PLAN: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    SPEC: tl.constexpr, PLAN: tl.constexpr, TILE: tl.constexpr, FOLD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Folds COLUMNS of the states of one sequence and key/value head, if its segments were items. Also writes the rows
-    of padding, and zeroes the counters."""
+    """Folds some elements of the states of one sequence and key/value head, if its segments were items. Also writes the
+    rows of padding, and zeroes the counters."""
     K: tl.constexpr = SPEC.K
     G: tl.constexpr = SPEC.G
     Dv: tl.constexpr = SPEC.v_side.size
     TOKENS: tl.constexpr = TILE.M // G
     DIVISION: tl.constexpr = PLAN.division
     CUTS: tl.constexpr = PLAN.cuts
+    ELEMENTS: tl.constexpr = FOLD.elements
+    AT_ONCE: tl.constexpr = FOLD.at_once
     p = tl.program_id(0)
-    d = p % (Dv // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
-    unit = p // (Dv // COLUMNS)
+    sharing = tl.num_programs(0) // (S * K)  # programs that share a state
+    unit = p // sharing
     s = unit // K
     kh = unit % K
+    # All loads before any of them is needed.
     first_free = tl.load(tensors.query_start_loc + S)
-    store_padding(tensors, first_free + p, T, tl.num_programs(0), tl.arange(0, 1), tl.arange(0, Dv), SPEC.heads, Dv)
     row_start = tl.load(tensors.query_start_loc + s)
-    q_len = tl.load(tensors.query_start_loc + s + 1) - row_start
+    row_end = tl.load(tensors.query_start_loc + s + 1)
     seq_len = tl.load(tensors.seq_lens + s)
-    _segment, units, _whole = segments_of(q_len, seq_len, G, TOKENS, DIVISION.rows, CUTS, TILE.N)
     before = 0  # segments of the sequences before s
     total = 0
-    counted = tl.where(units > 1, S, 0)  # else nothing is folded
-    for start in range(0, counted, DIVISION.at_once):
+    for start in range(0, S, DIVISION.at_once):
         s_ = start + tl.arange(0, DIVISION.at_once)
         live = s_ < S
         row_ = tl.load(tensors.query_start_loc + s_, mask=live, other=0)
@@ -283,44 +308,42 @@ def invariant_states_kernel(
         units_ = tl.where(live, units_, 0)
         total += tl.sum(units_)
         before += tl.sum(tl.where(s_ < s, units_, 0))
+    q_len = row_end - row_start
+    _segment, units, _whole = segments_of(q_len, seq_len, G, TOKENS, DIVISION.rows, CUTS, TILE.N)
+    store_padding(tensors, first_free + p, T, tl.num_programs(0), tl.arange(0, 1), tl.arange(0, Dv), SPEC.heads, Dv)
     if PDL:
         gdc_wait()
     if p == 0:
         if tensors.arrived is not None:
             tl.store(tensors.arrived + tl.arange(0, 4), 0)
     if (units > 1) & (total * K <= CUTS.states):
-        MOST: tl.constexpr = MERGED // COLUMNS
-        ROWS: tl.constexpr = CUTS.rows if CUTS.rows < MOST else MOST
-        AT_ONCE: tl.constexpr = 16 if ROWS * COLUMNS <= LOADED // 16 else LOADED // (ROWS * COLUMNS)
         factor = scale * LOG2E
-        for first in range(0, q_len * G, ROWS):
-            row = first + tl.arange(0, ROWS)
+        for begin in range(p % sharing * ELEMENTS, q_len * (G * Dv), sharing * ELEMENTS):
+            e = begin + tl.arange(0, ELEMENTS)
+            row = e // Dv
             live = row < q_len * G
-            acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-            m = tl.full([ROWS], float("-inf"), tl.float32)
-            l = tl.zeros([ROWS], tl.float32)
-            for begin in range(0, units, AT_ONCE):
+            acc = tl.zeros([ELEMENTS], tl.float32)
+            m = acc + float("-inf")
+            l = acc
+            for newest in range(units - 1, -1, -AT_ONCE):
                 states: tl.tuple = ()
                 for n in tl.static_range(AT_ONCE):  # all loads are under way before the first is needed
-                    at = units - 1 - begin - n
-                    there = live & (at >= 0)
-                    place = (((before + at) * K + kh) * CUTS.rows).to(tl.int64) + row
-                    m_part = tl.load(tensors.part_lse + place * 2, mask=there, other=float("-inf"))
-                    l_part = tl.load(tensors.part_lse + place * 2 + 1, mask=there, other=0.0)
-                    part = tl.load(tensors.parts + place[:, None] * Dv + d[None, :], mask=there[:, None], other=0.0)
-                    states += ((m_part, l_part, part),)
+                    place = ((before + newest - n) * K + kh).to(tl.int64) * CUTS.rows
+                    states += (load_state(tensors, place, e, live & (newest >= n), Dv),)
                 tl.debug_barrier()  # else ptxas would move the loads to their uses, one after the other
                 for n in tl.static_range(AT_ONCE):
                     m_part, l_part, part = states[n]
                     m_new, decay, weight = fold_weights(m, m_part, factor)
                     takes = m_part != float("-inf")
-                    acc = tl.where(takes[:, None], tl.fma(acc, decay[:, None], part * weight[:, None]), acc)
+                    acc = tl.where(takes, tl.fma(acc, decay, part * weight), acc)
                     l = tl.where(takes, tl.fma(l, decay, l_part * weight), l)
-                    m = tl.where(takes, m_new, m)
+                    m = m_new
             seen = l != 0.0
             share = tl.where(seen, 1.0 / tl.where(seen, l, 1.0), 0.0)
             lse2 = tl.where(seen, tl.fma(m, factor, tl.log2(tl.where(seen, l, 1.0))), float("-inf"))
-            token = row_start + row // G
-            store_rows(tensors, acc * share[:, None], lse2, token, kh * G + row % G, live, d, SPEC.heads, Dv)
+            head = (row_start + row // G).to(tl.int64) * SPEC.heads + kh * G + row % G
+            tl.store(tensors.out + head * Dv + e % Dv, (acc * share).to(tensors.out.dtype.element_ty), mask=live)
+            if tensors.lse is not None:
+                tl.store(tensors.lse + head, lse2 * LN2, mask=live & (e % Dv == 0))
     if PDL:
         gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read

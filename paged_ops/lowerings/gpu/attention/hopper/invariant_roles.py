@@ -73,7 +73,9 @@ def items_of(start, segmented, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr
              SHAPE: gl.constexpr):  # fmt: skip
     """The items of a key/value head of sequences from ``start`` on, DIVISION.at_once of them: the segments, but not the
     last one if it has less than half the keys; this one; and tiles of rows; and the sequences."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [SHAPE.warps], [0])
+    # Up to 4 sequences per lane lie in every warp, so that no sum needs another warp.
+    each: gl.constexpr = DIVISION.at_once // 32 if DIVISION.at_once <= 128 else 1
+    lanes: gl.constexpr = gl.BlockedLayout([each], [32], [SHAPE.warps], [0])
     s = start + gl.arange(0, DIVISION.at_once, lanes)
     live = s < batch.numbers.S
     _row_start, q_len, seq_len = lengths(s, live, batch)
