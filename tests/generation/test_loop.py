@@ -461,7 +461,7 @@ def test_tokens_outside_the_vocabulary_are_refused_before_anything_runs() -> Non
         (torch.tensor([[1], [2]]), r"prompt: expected a tensor \[n\] or \[1, n\]"),
         ({"input_ids": [[1], [2]]}, "prompt: expected one prompt, got 2"),
         ({"ids": [1]}, "prompts: expected a mapping with input_ids"),
-        (5, "prompt: expected token ids, got 5"),
+        (5, "prompt: expected token ids, in order, got 5"),
     ],
 )
 def test_prompts_that_are_refused(prompt: Any, message: str) -> None:
