@@ -365,42 +365,48 @@ def select_kernel(
     out = tensors.selected + (first.to(tl.int64) * G + list_) * k
     at = tl.arange(0, AT_ONCE)
     if count > k:
+        n = count
         chunks = tl.cdiv(count, CHUNK)
-        largest = tl.full((AT_ONCE,), NEVER, tl.int32)
-        for x in range(0, chunks, AT_ONCE):
-            largest = tl.maximum(largest, tl.load(maxima + x + at, mask=x + at < chunks, other=NEVER))
-        most = tl.max(largest, 0).to(tl.int64)
-        least = tl.full((), NEVER, tl.int64)
-        if chunks > k:
-            least = kth_largest(maxima, maxima, chunks, k, least, most, AT_ONCE, False)
-        n = tl.full((), 0, tl.int32)
-        chunk, entry = tl.arange(0, CHUNKS), tl.arange(0, CHUNK)
-        for x in range(0, chunks, CHUNKS):
-            top = tl.load(maxima + x + chunk, mask=x + chunk < chunks, other=NEVER)
-            e = tl.reshape((x + chunk)[:, None] * CHUNK + entry[None, :], (AT_ONCE,))
-            read = tl.reshape(tl.broadcast_to((top >= least)[:, None], (CHUNKS, CHUNK)), (AT_ONCE,)) & (e < count)
-            order = tl.load(scores + e, mask=read, other=NEVER)
-            keep = read & (order >= least)
-            tl.store(listed + n + tl.cumsum(keep.to(tl.int32), 0) - 1, e, mask=keep)
-            n += tl.sum(keep.to(tl.int32), 0)
-        tl.debug_barrier()
-        kth = kth_largest(scores, listed, n, k, least, most, AT_ONCE, True)
-        above = tl.zeros((AT_ONCE,), tl.int32)
-        for x in range(0, n, AT_ONCE):
-            order = tl.load(scores + tl.load(listed + x + at, mask=x + at < n, other=0), mask=x + at < n, other=NEVER)
-            above += (order > kth).to(tl.int32)
-        equal = k - tl.sum(above, 0)  # of the entries that are equal to the k-th largest, those that are taken
+        bounded = (CHUNK > 1) & (chunks > k)
+        if bounded:
+            bound = kth_largest(maxima, chunks, k, k // 16, AT_ONCE)[0]
+            # What is kept replaces what was read: it is never ahead of it, and a scan waits for all threads' loads.
+            kept = tl.full((), 0, tl.int32)
+            for x in range(0, chunks, AT_ONCE):
+                keep = tl.load(maxima + x + at, mask=x + at < chunks, other=NEVER) >= bound
+                tl.store(maxima + kept + tl.cumsum(keep.to(tl.int32), 0) - 1, x + at, mask=keep)
+                kept += tl.sum(keep.to(tl.int32), 0)
+            tl.debug_barrier()
+            n = tl.full((), 0, tl.int32)
+            each, entry = tl.arange(0, CHUNKS), tl.arange(0, CHUNK)
+            for x in range(0, kept, CHUNKS):
+                e = tl.load(maxima + x + each, mask=x + each < kept, other=0)[:, None] * CHUNK + entry[None, :]
+                order = tl.load(scores + e, mask=(x + each < kept)[:, None] & (e < count), other=NEVER)
+                e, order = tl.reshape(e, (AT_ONCE,)), tl.reshape(order, (AT_ONCE,))
+                keep = order >= bound
+                place = n + tl.cumsum(keep.to(tl.int32), 0) - 1
+                tl.store(scores + place, order, mask=keep)
+                tl.store(listed + place, e, mask=keep)
+                n += tl.sum(keep.to(tl.int32), 0)
+            tl.debug_barrier()
+        kth, above = kth_largest(scores, n, k, 0, AT_ONCE)
+        equal = k - above  # of the entries that are equal to the k-th largest, those that are taken
         written = tl.full((), 0, tl.int32)
         for x in range(0, n, AT_ONCE):
             exists = x + at < n
-            e = tl.load(listed + x + at, mask=exists, other=0)
-            order = tl.load(scores + e, mask=exists, other=NEVER)
-            is_equal = exists & (order == kth)
-            rank = tl.cumsum(is_equal.to(tl.int32), 0)
-            take = exists & ((order > kth) | (is_equal & (rank <= equal)))
-            tl.store(out + written + tl.cumsum(take.to(tl.int32), 0) - 1, e, mask=take)
-            equal -= tl.sum(is_equal.to(tl.int32), 0)
-            written += tl.sum(take.to(tl.int32), 0)
+            order = tl.load(scores + x + at, mask=exists, other=NEVER)
+            e = tl.load(listed + x + at, mask=exists & bounded, other=0)
+            e = tl.where(bounded, e, x + at)
+            is_above, is_equal = order > kth, exists & (order == kth)
+            both = is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16)  # two counts, each less than 2^15
+            until = tl.cumsum(both, 0)
+            take = is_above | (is_equal & ((until >> 16) <= equal))
+            place = written + (until & 0xFFFF) + tl.minimum(until >> 16, equal) - 1
+            tl.store(out + place, e, mask=take)
+            total = tl.sum(both, 0)
+            taken = tl.minimum(total >> 16, equal)
+            written += (total & 0xFFFF) + taken
+            equal -= taken
     else:
         for x in range(0, k, AT_ONCE):
             tl.store(out + x + at, tl.where(x + at < count, x + at, -1), mask=x + at < k)
@@ -430,23 +436,29 @@ def sees(t, s, tensors, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def kth_largest(values, places, n, k, least, most, AT_ONCE: tl.constexpr, PLACED: tl.constexpr):
-    """The k-th largest of n int32 numbers, or a smaller one that only k numbers reach. It is from ``least`` to
-    ``most``, both int64. PLACED: the numbers are those at ``places [n]``; else the first n."""
-    end = most + 1
+def kth_largest(values, n, k, slack, AT_ONCE: tl.constexpr):
+    """The k-th largest of n >= k int32 numbers, or a smaller number that k to k + ``slack`` of them reach. Also, how
+    many are certainly above: if only k reach it, 0, as all of those count as equal."""
     at = tl.arange(0, AT_ONCE)
+    numbers = tl.load(values + at, mask=at < n, other=NEVER)  # the first stay in registers
+    largest, smallest = numbers, tl.where(at < n, numbers, ALWAYS)
+    for x in range(AT_ONCE, n, AT_ONCE):
+        more = tl.load(values + x + at, mask=x + at < n, other=NEVER)
+        largest, smallest = tl.maximum(largest, more), tl.minimum(smallest, tl.where(x + at < n, more, ALWAYS))
+    least, end = tl.min(smallest, 0).to(tl.int64), tl.max(largest, 0).to(tl.int64) + 1
+    above = tl.full((), 0, tl.int32)  # numbers that reach the end of the interval
     while end - least > 1:
-        middle = least + (end - least) // 2
-        above = tl.zeros((AT_ONCE,), tl.int32)
-        for x in range(0, n, AT_ONCE):
-            place = x + at
-            if PLACED:
-                place = tl.load(places + x + at, mask=x + at < n, other=0)
-            number = tl.load(values + place, mask=x + at < n, other=NEVER)
-            above += ((number >= middle) & (x + at < n)).to(tl.int32)
-        reached = tl.sum(above, 0)
-        if reached >= k:
-            least = middle
-        if reached <= k:  # if it is k, the search ends
-            end = tl.where(reached == k, middle + 1, middle)
-    return least
+        middle = (least + (end - least) // 2).to(tl.int32)
+        reach = (numbers >= middle).to(tl.int32)
+        for x in range(AT_ONCE, n, AT_ONCE):
+            reach += (tl.load(values + x + at, mask=x + at < n, other=NEVER) >= middle).to(tl.int32)
+        reached = tl.sum(reach, 0)
+        if reached < k:
+            end = middle.to(tl.int64)
+            above = reached
+        else:
+            least = middle.to(tl.int64)
+            if reached <= k + slack:
+                end = least + 1
+                above *= 0
+    return least.to(tl.int32), above
