@@ -52,8 +52,10 @@ CHUNK = 16
 # Programs of the first kernel per multiprocessor: several waves, so that uneven sequences and the last leave few idle.
 PROGRAMS = 16
 INTERPRETER_PROGRAMS = 5
-# Entries that the second kernel loads at once, and fewer in the interpreter, to have several tiles.
-AT_ONCE, INTERPRETER_AT_ONCE = 8192, 256
+# Numbers that the second kernel keeps in registers, and fewer in the interpreter, to have several tiles; what part of
+# them it scans at once; its warps.
+AT_ONCE, INTERPRETER_AT_ONCE = 4096, 256
+SCANS, WARPS = 1, 16
 
 NEVER = tl.constexpr(-(2**31))  # the order of an entry that a row does not see: below that of -inf
 ALWAYS = tl.constexpr(2**31 - 1)  # of an entry that always wins
@@ -93,6 +95,9 @@ class Spec(NamedTuple):
     causal: bool
     has_scale: bool
     token_scales: bool  # whether blocks hold a scale per token
+    eight_bits: bool
+    paired: bool  # whether two 8-bit elements are loaded as 16 bits
+    weighted: bool  # whether the columns of a tile have factors
     dtypes: tuple[str, ...]  # of query, cache and weights
 
 
@@ -171,7 +176,7 @@ def launchers_of(spec: Spec, T: int, S: int, target: Target) -> tuple[Tile, Laun
     at_once = INTERPRETER_AT_ONCE if target.backend == "interpreter" else AT_ONCE
     shared = {"SPEC": spec, "TILE": tile, **target.overlap()}
     score = launcher_of(scores_kernel, {**shared, **launch}, target.device)
-    select = launcher_of(select_kernel, {**shared, "AT_ONCE": at_once, "num_warps": 16}, target.device)
+    select = launcher_of(select_kernel, {**shared, "AT_ONCE": at_once, "SCAN": at_once // SCANS, "num_warps": WARPS}, target.device)
     return tile, score, select
 
 
@@ -199,6 +204,8 @@ def spec_of(index_query: Tensor, index_cache: Tensor, block_tables: Tensor, o: I
     stored = stored_format(element_dtype(index_cache, o.kv_cache_dtype), index_cache.dtype, target)
     if token_scales:
         stored = E4M3FN.value  # on every device
+    eight_bits = cache.dtype.itemsize == 1
+    in_pairs = d == 1 and not (n | b | keys.shape[2] | keys.data_ptr()) & 1
     return Spec(
         heads=index_query.shape[1],
         per_head=o.per_head,
@@ -215,6 +222,9 @@ def spec_of(index_query: Tensor, index_cache: Tensor, block_tables: Tensor, o: I
         causal=o.causal,
         has_scale=o.k_scale is not None,
         token_scales=token_scales,
+        eight_bits=eight_bits,
+        paired=eight_bits and cache.dtype != torch.uint8 and dtypes[0].itemsize == 2 and in_pairs,
+        weighted=o.weights is not None or (eight_bits and dtypes[0] == torch.bfloat16),
         dtypes=tuple(map(dtype_name, dtypes)),
     )
 
@@ -235,7 +245,7 @@ def tile_of(spec: Spec, T: int, S: int, target: Target) -> tuple[Tile, dict[str,
     heads = max(heads, -(-16 // tokens))
     itemsize = 4 if spec.dtypes[0] == "float32" else 2
     D, block = max(16, triton.next_power_of_2(spec.key.size)), triton.next_power_of_2(spec.block)
-    keys = 64 if itemsize == 4 or tokens * heads > 128 or D > 128 else 128
+    keys = 64
     stages = 3 if target.backend == "cuda" else 2
     if target.backend == "interpreter":
         keys = 32
@@ -280,17 +290,25 @@ def scores_kernel(
         mask=live[:, None] & (d < SIDE.size)[None, :],
         other=0.0,
     )  # [M, D]
-    weight = tl.where(live, 1.0, 0.0)  # [M]
+    weight = tl.full((TOK * HP,), 1.0, tl.float32)
     if len(SPEC.weights) > 0:
         where = t.to(tl.int64) * SPEC.weights[0] + h * SPEC.weights[1]
         weight = tl.load(tensors.weights + where, mask=live, other=0.0).to(tl.float32)
     factor = scale
     if SPEC.has_scale:
         factor = scale * tl.load(tensors.k_scale)
+    # The factor's sign is in the queries, so that relu comes before the rest of it, which the sum over heads shares.
+    q = tl.where(factor < 0.0, -q, q)
+    factor = tl.abs(factor)
+    if SPEC.eight_bits and q.dtype == tl.bfloat16:
+        q, power = tiling.queries_for_fp8(q)
+        weight *= tl.reshape(power, (TOK * HP,))
+    queries = (q,)
+    if SPEC.paired:
+        queries = tl.split(tl.reshape(q, (TOK * HP, TILE.D // 2, 2)))
     x = tl.arange(0, TOK * HL)
     token, head = t0 + x // HL, x % HL  # of a list
     list_ = ((token - first) * G + head).to(tl.int64)
-    y = tl.arange(0, N)
 
     last = tl.minimum(sequence_of(tl.minimum(t0 + TOK, stop) - 1, tensors.query_start_loc, S, TILE.S_AT_ONCE), S - 1)
     begin = sequence_of(t0, tensors.query_start_loc, S, TILE.S_AT_ONCE)
@@ -301,21 +319,32 @@ def scores_kernel(
         keys = tl.max(seen, 0)
         table = tensors.block_tables + tl.cast(s, tl.int64) * table_stride
         own = tl.where(i >= 0, i // block_size, -1)
+        # The blocks and scales of the next tile are loaded ahead: then Triton can load keys several tiles ahead.
+        block = block_of(table, part, keys, SPEC, TILE)
+        if SPEC.token_scales:
+            next_scales = token_scales(tensors.cache, block, part, keys, SPEC, TILE)
         for tile in range(part, tl.cdiv(keys, E * block_size), parts):
-            j = (tile * E + y // BLOCK) * block_size + y % BLOCK  # positions of keys
-            exists = (y % BLOCK < block_size) & (j < keys)
-            block = tl.load(table + (j // SPEC.B) * SPEC.table, mask=exists, other=0)
-            key = tiling.load_tile(tensors.cache, block, j % SPEC.B, exists, exists, SIDE, TILE.D, SPEC.format, q.dtype)
-            score = tiling.dot_keys(key, q) * factor  # [N, M]
-            if SPEC.token_scales:
-                first_scale = tensors.cache + (block.to(tl.int64) * SIDE.n + SPEC.B * SIDE.size)
-                place = first_scale.to(tl.pointer_type(tl.float32)) + j % SPEC.B
-                score *= tl.load(place, mask=exists, other=0.0)[:, None]
+            j, exists = keys_of(tile, keys, SPEC, TILE)
+            if SPEC.paired:
+                even, odd = tiling.load_pairs(tensors.cache, block, j % SPEC.B, exists, SIDE, TILE.D)
+                score = tl.dot(odd, tl.trans(queries[1]), tl.dot(even, tl.trans(queries[0])))
+            else:
+                place = j % SPEC.B
+                key = tiling.load_tile(tensors.cache, block, place, exists, exists, SIDE, TILE.D, SPEC.format, q.dtype)
+                score = tiling.dot_keys(key, queries[0])  # [N, M]
+            block = block_of(table, tile + parts, keys, SPEC, TILE)
             if SPEC.relu:
-                score = tl.where(score < 0.0, 0.0, score)  # keeps NaN
+                score = tl.maximum(score, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            if SPEC.weighted:
+                score *= weight[None, :]
             if not SPEC.per_head:
-                score = tl.where(live[None, :], score, 0.0) * weight[None, :]
+                if HEADS < HP:  # 0 times infinity is no score
+                    score = tl.where(live[None, :], score, 0.0)
                 score = tl.sum(tl.reshape(score, (N, TOK, HP)), 2)
+            score *= factor
+            if SPEC.token_scales:
+                score *= next_scales[:, None]
+                next_scales = token_scales(tensors.cache, block, tile + parts, keys, SPEC, TILE)
             score = tl.where(score == score, score, float("-inf"))  # [N, LISTS]
             visible = exists[:, None] & (j[:, None] < seen[None, :])
             e = tile * E + tl.arange(0, E)
@@ -345,13 +374,13 @@ def scores_kernel(
 def select_kernel(
     tensors,  # Pointers
     scale, S, table_stride, first, stop, width, k,  # NUMBERS
-    SPEC: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    SPEC: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, SCAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One list."""
     if PDL:
         gdc_wait()
     CHUNK: tl.constexpr = TILE.CHUNK
-    CHUNKS: tl.constexpr = AT_ONCE // CHUNK
+    RUN: tl.constexpr = 2 if CHUNK == 2 else 4  # entries of a thread that are adjacent
     G: tl.constexpr = SPEC.heads if SPEC.per_head else 1
     list_ = tl.program_id(0).to(tl.int64)
     t = first + tl.program_id(0) // G
@@ -359,59 +388,87 @@ def select_kernel(
     count = tl.full((), 0, tl.int32)
     if s < S:
         count = tl.cdiv(sees(t, s, tensors, SPEC.causal)[1], SPEC.block)
-    scores = tensors.scores + list_ * width
-    listed = tensors.listed + list_ * width
-    maxima = tensors.maxima + list_ * (width // CHUNK)
+    tile = list_ * (width // TILE.E)  # its first; as factors the sizes of a tile tell what loads are aligned to
+    scores, listed = tensors.scores + tile * TILE.E, tensors.listed + tile * TILE.E
+    maxima = tensors.maxima + tile * (TILE.E // CHUNK)
     out = tensors.selected + (first.to(tl.int64) * G + list_) * k
-    at = tl.arange(0, AT_ONCE)
+    runs = tl.arange(0, SCAN // RUN) * RUN
+    at = runs[:, None] + tl.arange(0, RUN)[None, :]
     if count > k:
         n = count
         chunks = tl.cdiv(count, CHUNK)
         bounded = (CHUNK > 1) & (chunks > k)
         if bounded:
-            bound = kth_largest(maxima, chunks, k, k // 16, AT_ONCE)[0]
+            bound = kth_largest(maxima, chunks, k, k // 16, AT_ONCE, SCAN)[0]
             # What is kept replaces what was read: it is never ahead of it, and a scan waits for all threads' loads.
             kept = tl.full((), 0, tl.int32)
-            for x in range(0, chunks, AT_ONCE):
+            for x in range(0, chunks, SCAN):
                 keep = tl.load(maxima + x + at, mask=x + at < chunks, other=NEVER) >= bound
-                tl.store(maxima + kept + tl.cumsum(keep.to(tl.int32), 0) - 1, x + at, mask=keep)
-                kept += tl.sum(keep.to(tl.int32), 0)
+                until, total = running_sums(keep.to(tl.int32))
+                tl.store(maxima + kept + until - 1, x + at, mask=keep)
+                kept += total
             tl.debug_barrier()
             n = tl.full((), 0, tl.int32)
-            each, entry = tl.arange(0, CHUNKS), tl.arange(0, CHUNK)
-            for x in range(0, kept, CHUNKS):
-                e = tl.load(maxima + x + each, mask=x + each < kept, other=0)[:, None] * CHUNK + entry[None, :]
-                order = tl.load(scores + e, mask=(x + each < kept)[:, None] & (e < count), other=NEVER)
-                e, order = tl.reshape(e, (AT_ONCE,)), tl.reshape(order, (AT_ONCE,))
+            for x in range(0, kept * CHUNK, SCAN):
+                exists = x + runs < kept * CHUNK
+                chunk = tl.load(maxima + (x + runs) // CHUNK, mask=exists, other=0)
+                e = (chunk * CHUNK + runs % CHUNK)[:, None] + tl.arange(0, RUN)[None, :]
+                order = tl.load(scores + e, mask=exists[:, None] & (e < count), other=NEVER)
                 keep = order >= bound
-                place = n + tl.cumsum(keep.to(tl.int32), 0) - 1
-                tl.store(scores + place, order, mask=keep)
-                tl.store(listed + place, e, mask=keep)
-                n += tl.sum(keep.to(tl.int32), 0)
+                until, total = running_sums(keep.to(tl.int32))
+                tl.store(scores + n + until - 1, order, mask=keep)
+                tl.store(listed + n + until - 1, e, mask=keep)
+                n += total
             tl.debug_barrier()
-        kth, above = kth_largest(scores, n, k, 0, AT_ONCE)
+        kth, above = kth_largest(scores, n, k, 0, AT_ONCE, SCAN)
         equal = k - above  # of the entries that are equal to the k-th largest, those that are taken
         written = tl.full((), 0, tl.int32)
-        for x in range(0, n, AT_ONCE):
+        for x in range(0, n, SCAN):
             exists = x + at < n
             order = tl.load(scores + x + at, mask=exists, other=NEVER)
             e = tl.load(listed + x + at, mask=exists & bounded, other=0)
             e = tl.where(bounded, e, x + at)
             is_above, is_equal = order > kth, exists & (order == kth)
-            both = is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16)  # two counts, each less than 2^15
-            until = tl.cumsum(both, 0)
+            until, total = running_sums(is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16))  # two counts, < 2^15
             take = is_above | (is_equal & ((until >> 16) <= equal))
             place = written + (until & 0xFFFF) + tl.minimum(until >> 16, equal) - 1
             tl.store(out + place, e, mask=take)
-            total = tl.sum(both, 0)
             taken = tl.minimum(total >> 16, equal)
             written += (total & 0xFFFF) + taken
             equal -= taken
     else:
-        for x in range(0, k, AT_ONCE):
+        for x in range(0, k, SCAN):
             tl.store(out + x + at, tl.where(x + at < count, x + at, -1), mask=x + at < k)
     if PDL:
         gdc_launch_dependents()  # last: the next kernel overwrites the workspace
+
+
+@triton.jit
+def keys_of(tile, keys, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """The positions of the keys of a tile, and whether they exist. Entries are padded to powers of two."""
+    y = tl.arange(0, TILE.E * TILE.BLOCK)
+    inside = y % TILE.BLOCK
+    j = (tile * TILE.E + y // TILE.BLOCK) * SPEC.block + inside
+    return j, (inside < SPEC.block) & (j < keys)
+
+
+@triton.jit
+def block_of(table, tile, keys, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """The block of a tile, if it lies in one; else of each of its keys."""
+    N: tl.constexpr = TILE.E * TILE.BLOCK
+    if SPEC.B % N == 0 and TILE.BLOCK == SPEC.block:
+        return tl.load(table + (tile * N // SPEC.B) * SPEC.table, mask=tile * N < keys, other=0)
+    else:
+        j, exists = keys_of(tile, keys, SPEC, TILE)
+        return tl.load(table + (j // SPEC.B) * SPEC.table, mask=exists, other=0)
+
+
+@triton.jit
+def token_scales(cache, block, tile, keys, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """The scales of the keys of a tile."""
+    j, exists = keys_of(tile, keys, SPEC, TILE)
+    of_block = cache + (block.to(tl.int64) * SPEC.key.n + SPEC.B * SPEC.key.size)
+    return tl.load(of_block.to(tl.pointer_type(tl.float32)) + j % SPEC.B, mask=exists, other=0.0)
 
 
 @triton.jit
@@ -436,23 +493,34 @@ def sees(t, s, tensors, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def kth_largest(values, n, k, slack, AT_ONCE: tl.constexpr):
+def running_sums(numbers):
+    """The sum of the numbers ``[R, C]``, in the order of memory, up to each of them; and of all."""
+    of_rows = tl.sum(numbers, 1)
+    until = tl.cumsum(of_rows, 0)
+    return tl.cumsum(numbers, 1) + (until - of_rows)[:, None], tl.sum(of_rows, 0)
+
+
+@triton.jit
+def kth_largest(values, n, k, slack, AT_ONCE: tl.constexpr, SCAN: tl.constexpr):
     """The k-th largest of n >= k int32 numbers, or a smaller number that k to k + ``slack`` of them reach. Also, how
     many are certainly above: if only k reach it, 0, as all of those count as equal."""
-    at = tl.arange(0, AT_ONCE)
+    at, more = tl.arange(0, AT_ONCE), AT_ONCE + tl.arange(0, SCAN)
     numbers = tl.load(values + at, mask=at < n, other=NEVER)  # the first stay in registers
-    largest, smallest = numbers, tl.where(at < n, numbers, ALWAYS)
-    for x in range(AT_ONCE, n, AT_ONCE):
-        more = tl.load(values + x + at, mask=x + at < n, other=NEVER)
-        largest, smallest = tl.maximum(largest, more), tl.minimum(smallest, tl.where(x + at < n, more, ALWAYS))
-    least, end = tl.min(smallest, 0).to(tl.int64), tl.max(largest, 0).to(tl.int64) + 1
+    smallest, largest = tl.min(tl.where(at < n, numbers, ALWAYS), 0), tl.max(numbers, 0)
+    for x in range(0, n - AT_ONCE, SCAN):
+        number = tl.load(values + x + more, mask=x + more < n, other=NEVER)
+        smallest = tl.minimum(smallest, tl.min(tl.where(x + more < n, number, ALWAYS), 0))
+        largest = tl.maximum(largest, tl.max(number, 0))
+    least, end = smallest.to(tl.int64), largest.to(tl.int64) + 1
     above = tl.full((), 0, tl.int32)  # numbers that reach the end of the interval
     while end - least > 1:
         middle = (least + (end - least) // 2).to(tl.int32)
-        reach = (numbers >= middle).to(tl.int32)
-        for x in range(AT_ONCE, n, AT_ONCE):
-            reach += (tl.load(values + x + at, mask=x + at < n, other=NEVER) >= middle).to(tl.int32)
-        reached = tl.sum(reach, 0)
+        reached = tl.sum((numbers >= middle).to(tl.int32), 0)
+        if n > AT_ONCE:
+            reach = tl.zeros((SCAN,), tl.int32)
+            for x in range(0, n - AT_ONCE, SCAN):
+                reach += (tl.load(values + x + more, mask=x + more < n, other=NEVER) >= middle).to(tl.int32)
+            reached += tl.sum(reach, 0)
         if reached < k:
             end = middle.to(tl.int64)
             above = reached
