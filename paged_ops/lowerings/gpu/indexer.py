@@ -5,17 +5,19 @@ power of two, M = TOK * HP columns of a tile, LISTS lists of a program, E entrie
 
 **Scores.** A program has TOK adjacent tokens. It loads tiles of keys through the block table, once for all heads. Keys
 are the rows of the matmul and heads its columns, so few heads are padded to 16 at most, and the sum over heads needs
-two shuffles. Axis 1 of the grid divides the tiles of a sequence. The result is stored as int32 in the order of the
-scores, with the largest of each CHUNK entries. Decode of 64 sequences of 131072 tokens with 64 heads of 128 in bfloat16
-reads 2.1 GB of keys, does 137 GFLOP, and writes 36 MB.
+two shuffles. The block of the next tile is loaded ahead, so that addresses of keys do not wait for it and Triton loads
+tiles several stages ahead. fp8 keys are loaded in pairs and widen to float16 in registers, from where the matmul takes
+them. relu and weights cost two instructions per score of a head; everything else comes after the sum. Axis 1 of the
+grid divides the tiles of a sequence. The result is stored as int32 in the order of the scores, with the largest of each
+CHUNK entries. Decode of 64 sequences of 131072 tokens with 64 heads of 128 in bfloat16 reads 2.1 GB of keys, does 137
+GFLOP, and writes 36 MB.
 
-**Selection.** One program per list. The k-th largest maximum of a chunk is a bound: at least k entries reach it. The
-program lists the entries that do (about 2360 of 131072 independent scores, for k = 2048 and chunks of 16), and finds
-the k-th largest of them. Both searches halve an interval of integers until k numbers are above, in at most 32 passes
-over the maxima, and over the listed entries. The list is in the order of positions: entries above the k-th largest are
-taken, and of those equal to it the first. So the program reads scores of chunks that reach the bound once (8 MB in the
-decode above), and maxima (2 MB) in each pass, from the L1 and L2 caches. In the worst case, where the bound excludes
-nothing, each pass reads all entries.
+**Selection.** One program per list. A number that about k maxima of chunks reach is a bound: at least k entries reach
+it. The program lists the chunks that do, and their entries that do (about 2400 of 131072 independent scores, for k =
+2048 and chunks of 16), and finds the k-th largest of them. Both searches halve an interval of integers until k numbers
+are above; the first AT_ONCE numbers stay in registers. What is listed is in the order of positions, and its scores
+replace those that were read: entries above the k-th largest are taken, and of those equal to it the first. With at most
+k chunks there is no bound, and all entries are searched, as in the worst case, where the bound excludes nothing.
 
 **Workspace.** 8 bytes per entry and 4 per chunk for each list. Rows are processed in groups that need at most WORKSPACE
 bytes: the number of launches depends on T, G and the columns of the block table, not on values.
@@ -176,7 +178,9 @@ def launchers_of(spec: Spec, T: int, S: int, target: Target) -> tuple[Tile, Laun
     at_once = INTERPRETER_AT_ONCE if target.backend == "interpreter" else AT_ONCE
     shared = {"SPEC": spec, "TILE": tile, **target.overlap()}
     score = launcher_of(scores_kernel, {**shared, **launch}, target.device)
-    select = launcher_of(select_kernel, {**shared, "AT_ONCE": at_once, "SCAN": at_once // SCANS, "num_warps": WARPS}, target.device)
+    select = launcher_of(
+        select_kernel, {**shared, "AT_ONCE": at_once, "SCAN": at_once // SCANS, "num_warps": WARPS}, target.device
+    )
     return tile, score, select
 
 
@@ -303,9 +307,9 @@ def scores_kernel(
     if SPEC.eight_bits and q.dtype == tl.bfloat16:
         q, power = tiling.queries_for_fp8(q)
         weight *= tl.reshape(power, (TOK * HP,))
-    queries = (q,)
+    queries = (q, q)
     if SPEC.paired:
-        queries = tl.split(tl.reshape(q, (TOK * HP, TILE.D // 2, 2)))
+        queries = tl.split(tl.reshape(q, (TOK * HP, TILE.D // 2, 2)))  # even and odd columns
     x = tl.arange(0, TOK * HL)
     token, head = t0 + x // HL, x % HL  # of a list
     list_ = ((token - first) * G + head).to(tl.int64)
