@@ -51,13 +51,14 @@ WORKSPACE = 224 << 20
 # What one tile holds, at most.
 MOST_HEADS, WIDEST, LARGEST_BLOCK = 128, 256, 256
 CHUNK = 16
-# Programs of the first kernel per multiprocessor: several waves, so that uneven sequences and the last leave few idle.
-PROGRAMS = 16
+# Programs of the first kernel per multiprocessor: several waves, so that uneven sequences and the last leave few idle,
+# as long as each has at least TILES tiles; and at least FEWEST.
+PROGRAMS, FEWEST, TILES = 16, 2, 32
 INTERPRETER_PROGRAMS = 5
 # Numbers that the second kernel keeps in registers, and fewer in the interpreter, to have several tiles; what part of
 # them it scans at once; its warps.
-AT_ONCE, INTERPRETER_AT_ONCE = 4096, 256
-SCANS, WARPS = 1, 16
+AT_ONCE, INTERPRETER_AT_ONCE = 8192, 256
+SCANS, WARPS = 2, 16
 
 NEVER = tl.constexpr(-(2**31))  # the order of an entry that a row does not see: below that of -inf
 ALWAYS = tl.constexpr(2**31 - 1)  # of an entry that always wins
@@ -159,12 +160,16 @@ def select_keys(
     tensors = Pointers(
         selected, scores, listed, maxima, index_query, cache, block_tables, lens, starts, o.weights, o.k_scale
     )
-    programs = INTERPRETER_PROGRAMS if target.backend == "interpreter" else PROGRAMS * target.processors
+    tiles = width // tile.E
+    most, fewest = PROGRAMS * target.processors, FEWEST * target.processors
+    if target.backend == "interpreter":
+        most = fewest = INTERPRETER_PROGRAMS
     for first in range(0, T, rows):
         stop = min(first + rows, T)
         numbers = (float(o.scale), S, block_tables.stride(0), first, stop, width, k)
         groups = -(-(stop - first) // tile.TOK)
-        score((groups, max(1, min(-(-programs // groups), width // tile.E, 65535)), 1), tensors, numbers)
+        parts = max(-(-fewest // groups), min(-(-most // groups), tiles // TILES))
+        score((groups, min(parts, tiles, 65535), 1), tensors, numbers)
         select(((stop - first) * G, 1, 1), tensors, numbers)
     for sizes in precompile.sizes_for(score):
         for other in launchers_of(spec, *sizes, target)[1:]:
@@ -249,8 +254,9 @@ def tile_of(spec: Spec, T: int, S: int, target: Target) -> tuple[Tile, dict[str,
     heads = max(heads, -(-16 // tokens))
     itemsize = 4 if spec.dtypes[0] == "float32" else 2
     D, block = max(16, triton.next_power_of_2(spec.key.size)), triton.next_power_of_2(spec.block)
-    keys = 64
-    stages = 3 if target.backend == "cuda" else 2
+    # With one token, a tile of 64 keys has too few bytes of 16-bit keys on their way; of fp8, four programs fit.
+    keys = 128 if itemsize == 2 and tokens * heads <= 64 and D <= 128 and not spec.eight_bits else 64
+    stages = 2 if target.backend != "cuda" else 4 if spec.paired and tokens == 1 else 3
     if target.backend == "interpreter":
         keys = 32
     keys = max(keys, block)
@@ -259,7 +265,10 @@ def tile_of(spec: Spec, T: int, S: int, target: Target) -> tuple[Tile, dict[str,
         stages -= 1
     entries = keys // block
     tile = Tile(tokens, heads, D, entries, block, min(CHUNK, entries), min(triton.next_power_of_2(S), 256))
-    return tile, {"num_warps": 8 if columns * keys > 64 * 128 else 4, "num_stages": stages}
+    launch = {"num_warps": 8 if keys > 64 or columns > 128 else 4, "num_stages": stages}
+    if spec.paired and columns * keys <= 64 * 64:
+        launch["maxnreg"] = 128
+    return tile, launch
 
 
 @triton.jit(do_not_specialize=NUMBERS)
