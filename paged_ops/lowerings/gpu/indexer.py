@@ -1,26 +1,21 @@
-"""The indexer on GPUs: one kernel scores keys, a second one selects the best k of each list.
+"""The indexer on GPUs: one kernel scores keys, a second one (selection.py) selects the best k of each list.
 
 Letters as in :mod:`paged_ops.ops`; also in kernels: N keys of a tile, TOK tokens of a program, HP heads padded to a
 power of two, M = TOK * HP columns of a tile, LISTS lists of a program, E entries of a tile.
 
 **Scores.** A program has TOK adjacent tokens. It loads tiles of keys through the block table, once for all heads. Keys
 are the rows of the matmul and heads its columns, so few heads are padded to 16 at most, and the sum over heads needs
-two shuffles. Axis 1 of the grid divides the tiles of a sequence. The result is stored as int32 in the order of the
-scores, with the largest of each CHUNK entries. Decode of 64 sequences of 131072 tokens with 64 heads of 128 in bfloat16
-reads 2.1 GB of keys, does 137 GFLOP, and writes 36 MB.
-
-**Selection.** One program per list. The k-th largest maximum of a chunk is a bound: at least k entries reach it. The
-program lists the entries that do (about 2360 of 131072 independent scores, for k = 2048 and chunks of 16), and finds
-the k-th largest of them. Both searches halve an interval of integers until k numbers are above, in at most 32 passes
-over the maxima, and over the listed entries. The list is in the order of positions: entries above the k-th largest are
-taken, and of those equal to it the first. So the program reads scores of chunks that reach the bound once (8 MB in the
-decode above), and maxima (2 MB) in each pass, from the L1 and L2 caches. In the worst case, where the bound excludes
-nothing, each pass reads all entries.
+two shuffles. The block of the next tile is loaded ahead, so that addresses of keys do not wait for it and Triton loads
+tiles several stages ahead. fp8 keys are loaded in pairs and widen to float16 in registers, from where the matmul takes
+them. relu and weights cost two instructions per score of a head; everything else comes after the sum. Axis 1 of the
+grid divides the tiles of a sequence. The result is stored as int32 in the order of the scores, with the largest of each
+CHUNK entries. Decode of 64 sequences of 131072 tokens with 64 heads of 128 in bfloat16 reads 2.1 GB of keys, does 137
+GFLOP, and writes 36 MB.
 
 **Workspace.** 8 bytes per entry and 4 per chunk for each list. Rows are processed in groups that need at most WORKSPACE
 bytes: the number of launches depends on T, G and the columns of the block table, not on values.
 
-Not timed on a GPU yet: the numbers above are computed.
+Times: benchmarks/notes/gpu-designs.md.
 """
 
 from __future__ import annotations
@@ -41,6 +36,7 @@ from paged_ops.lowerings.gpu.attention.shared import tile as tiling
 from paged_ops.lowerings.gpu.cache import INDEX_FORMATS, is_head_major, together
 from paged_ops.lowerings.gpu.fp8 import E4M3FN, stored_format
 from paged_ops.lowerings.gpu.launch import NO_PROGRAMS, Launcher, launcher_of
+from paged_ops.lowerings.gpu.selection import ALWAYS, NEVER, NUMBERS, sees, select_kernel, sequence_of
 from paged_ops.lowerings.gpu.spec import Side
 from paged_ops.lowerings.gpu.target import Target, target_of
 
@@ -49,14 +45,14 @@ WORKSPACE = 224 << 20
 # What one tile holds, at most.
 MOST_HEADS, WIDEST, LARGEST_BLOCK = 128, 256, 256
 CHUNK = 16
-# Programs of the first kernel per multiprocessor: several waves, so that uneven sequences and the last leave few idle.
-PROGRAMS = 16
+# Programs of the first kernel per multiprocessor: several waves, so that uneven sequences and the last leave few idle,
+# as long as each has at least TILES tiles; and at least FEWEST.
+PROGRAMS, FEWEST, TILES = 16, 2, 32
 INTERPRETER_PROGRAMS = 5
-# Entries that the second kernel loads at once, and fewer in the interpreter, to have several tiles.
+# Numbers that the second kernel keeps in registers, and fewer in the interpreter, to have several tiles; what part of
+# them it scans at once; its warps.
 AT_ONCE, INTERPRETER_AT_ONCE = 8192, 256
-
-NEVER = tl.constexpr(-(2**31))  # the order of an entry that a row does not see: below that of -inf
-ALWAYS = tl.constexpr(2**31 - 1)  # of an entry that always wins
+SCANS, WARPS = 2, 16
 
 
 class Pointers(NamedTuple):
@@ -93,6 +89,9 @@ class Spec(NamedTuple):
     causal: bool
     has_scale: bool
     token_scales: bool  # whether blocks hold a scale per token
+    eight_bits: bool
+    paired: bool  # whether two 8-bit elements are loaded as 16 bits
+    weighted: bool  # whether the columns of a tile have factors
     dtypes: tuple[str, ...]  # of query, cache and weights
 
 
@@ -106,9 +105,6 @@ class Tile(NamedTuple):
     BLOCK: int  # keys of an entry, padded to a power of two
     CHUNK: int
     S_AT_ONCE: int  # sequences that are loaded at once, to find that of a token
-
-
-NUMBERS = ("scale", "S", "table_stride", "first", "stop", "width", "k")
 
 
 def select_keys(
@@ -152,12 +148,16 @@ def select_keys(
     tensors = Pointers(
         selected, scores, listed, maxima, index_query, cache, block_tables, lens, starts, o.weights, o.k_scale
     )
-    programs = INTERPRETER_PROGRAMS if target.backend == "interpreter" else PROGRAMS * target.processors
+    tiles = width // tile.E
+    most, fewest = PROGRAMS * target.processors, FEWEST * target.processors
+    if target.backend == "interpreter":
+        most = fewest = INTERPRETER_PROGRAMS
     for first in range(0, T, rows):
         stop = min(first + rows, T)
         numbers = (float(o.scale), S, block_tables.stride(0), first, stop, width, k)
         groups = -(-(stop - first) // tile.TOK)
-        score((groups, max(1, min(-(-programs // groups), width // tile.E, 65535)), 1), tensors, numbers)
+        parts = max(-(-fewest // groups), min(-(-most // groups), tiles // TILES))
+        score((groups, min(parts, tiles, 65535), 1), tensors, numbers)
         select(((stop - first) * G, 1, 1), tensors, numbers)
     for sizes in precompile.sizes_for(score):
         for other in launchers_of(spec, *sizes, target)[1:]:
@@ -171,7 +171,9 @@ def launchers_of(spec: Spec, T: int, S: int, target: Target) -> tuple[Tile, Laun
     at_once = INTERPRETER_AT_ONCE if target.backend == "interpreter" else AT_ONCE
     shared = {"SPEC": spec, "TILE": tile, **target.overlap()}
     score = launcher_of(scores_kernel, {**shared, **launch}, target.device)
-    select = launcher_of(select_kernel, {**shared, "AT_ONCE": at_once, "num_warps": 16}, target.device)
+    select = launcher_of(
+        select_kernel, {**shared, "AT_ONCE": at_once, "SCAN": at_once // SCANS, "num_warps": WARPS}, target.device
+    )
     return tile, score, select
 
 
@@ -199,6 +201,8 @@ def spec_of(index_query: Tensor, index_cache: Tensor, block_tables: Tensor, o: I
     stored = stored_format(element_dtype(index_cache, o.kv_cache_dtype), index_cache.dtype, target)
     if token_scales:
         stored = E4M3FN.value  # on every device
+    eight_bits = cache.dtype.itemsize == 1
+    in_pairs = d == 1 and not (n | b | keys.shape[2] | keys.data_ptr()) & 1
     return Spec(
         heads=index_query.shape[1],
         per_head=o.per_head,
@@ -215,6 +219,9 @@ def spec_of(index_query: Tensor, index_cache: Tensor, block_tables: Tensor, o: I
         causal=o.causal,
         has_scale=o.k_scale is not None,
         token_scales=token_scales,
+        eight_bits=eight_bits,
+        paired=eight_bits and cache.dtype != torch.uint8 and dtypes[0].itemsize == 2 and in_pairs,
+        weighted=o.weights is not None or (eight_bits and dtypes[0] == torch.bfloat16),
         dtypes=tuple(map(dtype_name, dtypes)),
     )
 
@@ -235,8 +242,9 @@ def tile_of(spec: Spec, T: int, S: int, target: Target) -> tuple[Tile, dict[str,
     heads = max(heads, -(-16 // tokens))
     itemsize = 4 if spec.dtypes[0] == "float32" else 2
     D, block = max(16, triton.next_power_of_2(spec.key.size)), triton.next_power_of_2(spec.block)
-    keys = 64 if itemsize == 4 or tokens * heads > 128 or D > 128 else 128
-    stages = 3 if target.backend == "cuda" else 2
+    # With one token, a tile of 64 keys has too few bytes of 16-bit keys on their way; of fp8, four programs fit.
+    keys = 128 if itemsize == 2 and tokens * heads <= 64 and D <= 128 and not spec.eight_bits else 64
+    stages = 2 if target.backend != "cuda" else 4 if spec.paired and tokens == 1 else 3
     if target.backend == "interpreter":
         keys = 32
     keys = max(keys, block)
@@ -245,7 +253,10 @@ def tile_of(spec: Spec, T: int, S: int, target: Target) -> tuple[Tile, dict[str,
         stages -= 1
     entries = keys // block
     tile = Tile(tokens, heads, D, entries, block, min(CHUNK, entries), min(triton.next_power_of_2(S), 256))
-    return tile, {"num_warps": 8 if columns * keys > 64 * 128 else 4, "num_stages": stages}
+    launch = {"num_warps": 8 if keys > 64 or columns > 128 else 4, "num_stages": stages}
+    if spec.paired and columns * keys <= 64 * 64:
+        launch["maxnreg"] = 128
+    return tile, launch
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -280,17 +291,25 @@ def scores_kernel(
         mask=live[:, None] & (d < SIDE.size)[None, :],
         other=0.0,
     )  # [M, D]
-    weight = tl.where(live, 1.0, 0.0)  # [M]
+    weight = tl.full((TOK * HP,), 1.0, tl.float32)
     if len(SPEC.weights) > 0:
         where = t.to(tl.int64) * SPEC.weights[0] + h * SPEC.weights[1]
         weight = tl.load(tensors.weights + where, mask=live, other=0.0).to(tl.float32)
     factor = scale
     if SPEC.has_scale:
         factor = scale * tl.load(tensors.k_scale)
+    # The factor's sign is in the queries, so that relu comes before the rest of it, which the sum over heads shares.
+    q = tl.where(factor < 0.0, -q, q)
+    factor = tl.abs(factor)
+    if SPEC.eight_bits and q.dtype == tl.bfloat16:
+        q, power = tiling.queries_for_fp8(q)
+        weight *= tl.reshape(power, (TOK * HP,))
+    queries = (q, q)
+    if SPEC.paired:
+        queries = tl.split(tl.reshape(q, (TOK * HP, TILE.D // 2, 2)))  # even and odd columns
     x = tl.arange(0, TOK * HL)
     token, head = t0 + x // HL, x % HL  # of a list
     list_ = ((token - first) * G + head).to(tl.int64)
-    y = tl.arange(0, N)
 
     last = tl.minimum(sequence_of(tl.minimum(t0 + TOK, stop) - 1, tensors.query_start_loc, S, TILE.S_AT_ONCE), S - 1)
     begin = sequence_of(t0, tensors.query_start_loc, S, TILE.S_AT_ONCE)
@@ -301,21 +320,32 @@ def scores_kernel(
         keys = tl.max(seen, 0)
         table = tensors.block_tables + tl.cast(s, tl.int64) * table_stride
         own = tl.where(i >= 0, i // block_size, -1)
+        # The blocks and scales of the next tile are loaded ahead: then Triton can load keys several tiles ahead.
+        block = block_of(table, part, keys, SPEC, TILE)
+        if SPEC.token_scales:
+            next_scales = token_scales(tensors.cache, block, part, keys, SPEC, TILE)
         for tile in range(part, tl.cdiv(keys, E * block_size), parts):
-            j = (tile * E + y // BLOCK) * block_size + y % BLOCK  # positions of keys
-            exists = (y % BLOCK < block_size) & (j < keys)
-            block = tl.load(table + (j // SPEC.B) * SPEC.table, mask=exists, other=0)
-            key = tiling.load_tile(tensors.cache, block, j % SPEC.B, exists, exists, SIDE, TILE.D, SPEC.format, q.dtype)
-            score = tiling.dot_keys(key, q) * factor  # [N, M]
-            if SPEC.token_scales:
-                first_scale = tensors.cache + (block.to(tl.int64) * SIDE.n + SPEC.B * SIDE.size)
-                place = first_scale.to(tl.pointer_type(tl.float32)) + j % SPEC.B
-                score *= tl.load(place, mask=exists, other=0.0)[:, None]
+            j, exists = keys_of(tile, keys, SPEC, TILE)
+            if SPEC.paired:
+                even, odd = tiling.load_pairs(tensors.cache, block, j % SPEC.B, exists, SIDE, TILE.D)
+                score = tl.dot(odd, tl.trans(queries[1]), tl.dot(even, tl.trans(queries[0])))
+            else:
+                place = j % SPEC.B
+                key = tiling.load_tile(tensors.cache, block, place, exists, exists, SIDE, TILE.D, SPEC.format, q.dtype)
+                score = tiling.dot_keys(key, queries[0])  # [N, M]
+            block = block_of(table, tile + parts, keys, SPEC, TILE)
             if SPEC.relu:
-                score = tl.where(score < 0.0, 0.0, score)  # keeps NaN
+                score = tl.maximum(score, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            if SPEC.weighted:
+                score *= weight[None, :]
             if not SPEC.per_head:
-                score = tl.where(live[None, :], score, 0.0) * weight[None, :]
+                if HEADS < HP:  # 0 times infinity is no score
+                    score = tl.where(live[None, :], score, 0.0)
                 score = tl.sum(tl.reshape(score, (N, TOK, HP)), 2)
+            score *= factor
+            if SPEC.token_scales:
+                score *= next_scales[:, None]
+                next_scales = token_scales(tensors.cache, block, tile + parts, keys, SPEC, TILE)
             score = tl.where(score == score, score, float("-inf"))  # [N, LISTS]
             visible = exists[:, None] & (j[:, None] < seen[None, :])
             e = tile * E + tl.arange(0, E)
@@ -341,112 +371,29 @@ def scores_kernel(
         gdc_launch_dependents()  # last: the next kernel reads what was written here
 
 
-@triton.jit(do_not_specialize=NUMBERS)
-def select_kernel(
-    tensors,  # Pointers
-    scale, S, table_stride, first, stop, width, k,  # NUMBERS
-    SPEC: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One list."""
-    if PDL:
-        gdc_wait()
-    CHUNK: tl.constexpr = TILE.CHUNK
-    CHUNKS: tl.constexpr = AT_ONCE // CHUNK
-    G: tl.constexpr = SPEC.heads if SPEC.per_head else 1
-    list_ = tl.program_id(0).to(tl.int64)
-    t = first + tl.program_id(0) // G
-    s = sequence_of(t, tensors.query_start_loc, S, TILE.S_AT_ONCE)
-    count = tl.full((), 0, tl.int32)
-    if s < S:
-        count = tl.cdiv(sees(t, s, tensors, SPEC.causal)[1], SPEC.block)
-    scores = tensors.scores + list_ * width
-    listed = tensors.listed + list_ * width
-    maxima = tensors.maxima + list_ * (width // CHUNK)
-    out = tensors.selected + (first.to(tl.int64) * G + list_) * k
-    at = tl.arange(0, AT_ONCE)
-    if count > k:
-        chunks = tl.cdiv(count, CHUNK)
-        largest = tl.full((AT_ONCE,), NEVER, tl.int32)
-        for x in range(0, chunks, AT_ONCE):
-            largest = tl.maximum(largest, tl.load(maxima + x + at, mask=x + at < chunks, other=NEVER))
-        most = tl.max(largest, 0).to(tl.int64)
-        least = tl.full((), NEVER, tl.int64)
-        if chunks > k:
-            least = kth_largest(maxima, maxima, chunks, k, least, most, AT_ONCE, False)
-        n = tl.full((), 0, tl.int32)
-        chunk, entry = tl.arange(0, CHUNKS), tl.arange(0, CHUNK)
-        for x in range(0, chunks, CHUNKS):
-            top = tl.load(maxima + x + chunk, mask=x + chunk < chunks, other=NEVER)
-            e = tl.reshape((x + chunk)[:, None] * CHUNK + entry[None, :], (AT_ONCE,))
-            read = tl.reshape(tl.broadcast_to((top >= least)[:, None], (CHUNKS, CHUNK)), (AT_ONCE,)) & (e < count)
-            order = tl.load(scores + e, mask=read, other=NEVER)
-            keep = read & (order >= least)
-            tl.store(listed + n + tl.cumsum(keep.to(tl.int32), 0) - 1, e, mask=keep)
-            n += tl.sum(keep.to(tl.int32), 0)
-        tl.debug_barrier()
-        kth = kth_largest(scores, listed, n, k, least, most, AT_ONCE, True)
-        above = tl.zeros((AT_ONCE,), tl.int32)
-        for x in range(0, n, AT_ONCE):
-            order = tl.load(scores + tl.load(listed + x + at, mask=x + at < n, other=0), mask=x + at < n, other=NEVER)
-            above += (order > kth).to(tl.int32)
-        equal = k - tl.sum(above, 0)  # of the entries that are equal to the k-th largest, those that are taken
-        written = tl.full((), 0, tl.int32)
-        for x in range(0, n, AT_ONCE):
-            exists = x + at < n
-            e = tl.load(listed + x + at, mask=exists, other=0)
-            order = tl.load(scores + e, mask=exists, other=NEVER)
-            is_equal = exists & (order == kth)
-            rank = tl.cumsum(is_equal.to(tl.int32), 0)
-            take = exists & ((order > kth) | (is_equal & (rank <= equal)))
-            tl.store(out + written + tl.cumsum(take.to(tl.int32), 0) - 1, e, mask=take)
-            equal -= tl.sum(is_equal.to(tl.int32), 0)
-            written += tl.sum(take.to(tl.int32), 0)
+@triton.jit
+def keys_of(tile, keys, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """The positions of the keys of a tile, and whether they exist. Entries are padded to powers of two."""
+    y = tl.arange(0, TILE.E * TILE.BLOCK)
+    inside = y % TILE.BLOCK
+    j = (tile * TILE.E + y // TILE.BLOCK) * SPEC.block + inside
+    return j, (inside < SPEC.block) & (j < keys)
+
+
+@triton.jit
+def block_of(table, tile, keys, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """The block of a tile, if it lies in one; else of each of its keys."""
+    N: tl.constexpr = TILE.E * TILE.BLOCK
+    if SPEC.B % N == 0 and TILE.BLOCK == SPEC.block:
+        return tl.load(table + (tile * N // SPEC.B) * SPEC.table, mask=tile * N < keys, other=0)
     else:
-        for x in range(0, k, AT_ONCE):
-            tl.store(out + x + at, tl.where(x + at < count, x + at, -1), mask=x + at < k)
-    if PDL:
-        gdc_launch_dependents()  # last: the next kernel overwrites the workspace
+        j, exists = keys_of(tile, keys, SPEC, TILE)
+        return tl.load(table + (j // SPEC.B) * SPEC.table, mask=exists, other=0)
 
 
 @triton.jit
-def sequence_of(t, starts, S, AT_ONCE: tl.constexpr):
-    """The sequence of token t: the number of sequences that end at or before it. S for padding."""
-    ends = tl.zeros((AT_ONCE,), tl.int32)
-    for x in range(0, S, AT_ONCE):
-        s = x + tl.arange(0, AT_ONCE)
-        end = tl.load(starts + 1 + s, mask=s < S, other=2**31 - 1)
-        ends += (end <= t).to(tl.int32)
-    return tl.sum(ends, 0)
-
-
-@triton.jit
-def sees(t, s, tensors, CAUSAL: tl.constexpr):
-    """The positions of tokens t in sequence s, and the number of keys that they see: 0 for tokens of others."""
-    start, end = tl.load(tensors.query_start_loc + s), tl.load(tensors.query_start_loc + s + 1)
-    seq_len = tl.load(tensors.seq_lens + s)
-    i = seq_len - end + t
-    seen = tl.minimum(tl.maximum(i + 1, 0), seq_len) if CAUSAL else i * 0 + seq_len
-    return i, tl.where((t >= start) & (t < end), seen, 0)
-
-
-@triton.jit
-def kth_largest(values, places, n, k, least, most, AT_ONCE: tl.constexpr, PLACED: tl.constexpr):
-    """The k-th largest of n int32 numbers, or a smaller one that only k numbers reach. It is from ``least`` to
-    ``most``, both int64. PLACED: the numbers are those at ``places [n]``; else the first n."""
-    end = most + 1
-    at = tl.arange(0, AT_ONCE)
-    while end - least > 1:
-        middle = least + (end - least) // 2
-        above = tl.zeros((AT_ONCE,), tl.int32)
-        for x in range(0, n, AT_ONCE):
-            place = x + at
-            if PLACED:
-                place = tl.load(places + x + at, mask=x + at < n, other=0)
-            number = tl.load(values + place, mask=x + at < n, other=NEVER)
-            above += ((number >= middle) & (x + at < n)).to(tl.int32)
-        reached = tl.sum(above, 0)
-        if reached >= k:
-            least = middle
-        if reached <= k:  # if it is k, the search ends
-            end = tl.where(reached == k, middle + 1, middle)
-    return least
+def token_scales(cache, block, tile, keys, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """The scales of the keys of a tile."""
+    j, exists = keys_of(tile, keys, SPEC, TILE)
+    of_block = cache + (block.to(tl.int64) * SPEC.key.n + SPEC.B * SPEC.key.size)
+    return tl.load(of_block.to(tl.pointer_type(tl.float32)) + j % SPEC.B, mask=exists, other=0.0)
