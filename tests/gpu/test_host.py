@@ -72,6 +72,16 @@ def test_a_scale_that_is_0_in_float32_is_planned_as_0(launched):
     assert kernels(1e-50) == kernels(0.0) != kernels(1e-40)
 
 
+@pytest.mark.parametrize("S", [2, 6, 200])
+def test_programs_fold_the_states_of_every_sequence_of_one_query_head(launched, S):
+    """A state is one row of 64 values, less than what a program folds at once."""
+    query, kv_cache, *batch = step(S, S)[1]
+    query, kv_cache = query[:, :8, :64].contiguous(), kv_cache[..., :64].contiguous()
+    gpu.paged_attention(query, kv_cache, *batch, batch_invariant=True)
+    grids = {name: grid for name, grid, *_ in launched}
+    assert grids["invariant_states_kernel"][0] >= S * kv_cache.shape[3]
+
+
 @pytest.mark.parametrize("wrong", ["block_tables", "query_start_loc", "seq_lens", "out"])
 def test_sizes_that_disagree_are_refused_after_a_thousand_that_agree(launched, wrong):
     for T, S in random_sizes(20):

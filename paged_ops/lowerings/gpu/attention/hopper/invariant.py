@@ -168,7 +168,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
 
     def grid(numbers: Numbers) -> Grid:
         units = max(numbers.S, 1) * spec.K
-        return units * min(rows * Dv // fold.elements, max(MERGING * P // units, 1)), 1, 1
+        return units * max(min(rows * Dv // fold.elements, MERGING * P // units), 1), 1, 1
 
     def launches(counted: bool) -> tuple[Launch, ...]:
         counter = "arrived" if counted else "taken"
