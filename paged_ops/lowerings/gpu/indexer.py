@@ -91,7 +91,6 @@ class Spec(NamedTuple):
     token_scales: bool  # whether blocks hold a scale per token
     eight_bits: bool
     paired: bool  # whether two 8-bit elements are loaded as 16 bits
-    e4m3: bool  # their format, then
     weighted: bool  # whether the columns of a tile have factors
     dtypes: tuple[str, ...]  # of query, cache and weights
 
@@ -149,15 +148,6 @@ def select_keys(
     tensors = Pointers(
         selected, scores, listed, maxima, index_query, cache, block_tables, lens, starts, o.weights, o.k_scale
     )
-    described = ()
-    if uses_hopper(spec, tile, target) and not cache.data_ptr() % 16:
-        from paged_ops.lowerings.gpu import indexer_hopper
-
-        described = (indexer_hopper.describe(spec, cache),)
-        constants = {"SPEC": spec, "TILE": tile, "STAGES": HOPPER[0], "num_warps": 4, **target.overlap()}
-        if HOPPER[1]:
-            constants["maxnreg"] = HOPPER[1]
-        score = launcher_of(indexer_hopper.scores_hopper_kernel, constants, target.device)
     tiles = width // tile.E
     most, fewest = PROGRAMS * target.processors, FEWEST * target.processors
     if target.backend == "interpreter":
@@ -167,23 +157,12 @@ def select_keys(
         numbers = (float(o.scale), S, block_tables.stride(0), first, stop, width, k)
         groups = -(-(stop - first) // tile.TOK)
         parts = max(-(-fewest // groups), min(-(-most // groups), tiles // TILES))
-        score((groups, min(parts, tiles, 65535), 1), tensors, numbers, *described)
+        score((groups, min(parts, tiles, 65535), 1), tensors, numbers)
         select(((stop - first) * G, 1, 1), tensors, numbers)
     for sizes in precompile.sizes_for(score):
         for other in launchers_of(spec, *sizes, target)[1:]:
             other(NO_PROGRAMS, tensors, numbers)
     return selected
-
-
-HOPPER = (4, 0)  # stages, registers
-
-
-def uses_hopper(spec: Spec, tile: Tile, target: Target) -> bool:
-    if not (HOPPER[0] and target.has_hopper_gluon):
-        return False
-    from paged_ops.lowerings.gpu import indexer_hopper
-
-    return indexer_hopper.serves(spec, tile) and tile.E % 64 == 0
 
 
 def launchers_of(spec: Spec, T: int, S: int, target: Target) -> tuple[Tile, Launcher, Launcher]:
@@ -242,7 +221,6 @@ def spec_of(index_query: Tensor, index_cache: Tensor, block_tables: Tensor, o: I
         token_scales=token_scales,
         eight_bits=eight_bits,
         paired=eight_bits and cache.dtype != torch.uint8 and dtypes[0].itemsize == 2 and in_pairs,
-        e4m3=cache.dtype == torch.float8_e4m3fn,
         weighted=o.weights is not None or (eight_bits and dtypes[0] == torch.bfloat16),
         dtypes=tuple(map(dtype_name, dtypes)),
     )
