@@ -132,17 +132,14 @@ class PagedCausalLM:
         previous: Wrapping | None = getattr(model, "paged_wrapping", None)
         if previous is not None:  # before reading anything that it replaced, such as position embeddings
             previous.undo()
-        self._soft_cap = 0.0
         if batch_invariant:
             expect_known(model)
         limit, freezes = _position_limit(model), list(length_dependent(model))
         most = None if limit is None else int(limit * max((stretch(rotary) for *_, rotary in freezes), default=1.0))
-        if max_model_len is not None:
-            fits = is_integer(max_model_len, 1) and (most is None or int(max_model_len) <= most)
-            expect(fits, "max_model_len", f"1 to {most}, the model's positions", max_model_len)
-            max_model_len = int(max_model_len)
-        self.model = model
-        self.max_model_len: int | None = limit if max_model_len is None else max_model_len
+        fits = max_model_len is None or (is_integer(max_model_len, 1) and max_model_len <= (most or max_model_len))
+        expect(fits, "max_model_len", f"1 to {most}, the model's positions", max_model_len)
+        self.model, self._soft_cap = model, 0.0
+        self.max_model_len: int | None = limit if max_model_len is None else int(max_model_len)
         forward = inspect.signature(model.forward).parameters
         self._takes_rows, self._takes_positions = "logits_to_keep" in forward, "position_ids" in forward
         self._takes_more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in forward.values())
@@ -315,8 +312,7 @@ class PagedCausalLM:
             num_window_blocks: per pool with a window or chunk, if other pools see everything;
                 :func:`paged_ops.blocks_within_reach` gives a sufficient number.
             keep_all: use one pool, which keeps all blocks.
-            num_state_slots: if layers keep state, the number of concurrent sequences: at least a loop's
-                ``max_num_seqs``; by default 32.
+            num_state_slots: if layers keep state, the number of sequences: at least a loop's ``max_num_seqs``, or 32.
             num_host_state_slots: the number of swapped-out sequences; by default the same if there are host blocks.
         """
         device = self.model.device
@@ -335,26 +331,21 @@ class PagedCausalLM:
         }
         fits = layout is None or self.layout is None or Layout(layout) is self.layout
         expect(fits, "layout", "LATENT, or PagedCausalLM(model, latent=False)", layout)
-        keep_all = flag("keep_all", keep_all)
         for name, slots in (("num_state_slots", num_state_slots), ("num_host_state_slots", num_host_state_slots)):
-            fits = slots is None or self.states is not None
-            expect(fits, name, "None, as no layer of this model keeps state", slots)
-        whole = not (keep_all and shard.size > 1 and len(set(self.pool_of_layer)) > 1)
+            expect(slots is None or self.states is not None, name, "None, as no layer keeps state", slots)
+        one_pool = len(set(self.pool_of_layer)) == 1
+        whole = not (flag("keep_all", keep_all) and shard.size > 1 and not one_pool)
         expect(whole, "keep_all", "False with a context, because layers with a window are not sharded", keep_all)
         if not keep_all and self.layers:
             windows, chunks = [spec.window for spec in self.layers], [spec.chunk for spec in self.layers]
-            one = len(set(self.pool_of_layer)) == 1
-            options["sliding_window"] = windows[0] if one else windows
-            options["attention_chunk"] = chunks[0] if one else chunks
+            options["sliding_window"] = windows[0] if one_pool else windows
+            options["attention_chunk"] = chunks[0] if one_pool else chunks
         if self.states is not None:
-            num_state_slots = 32 if num_state_slots is None else num_state_slots
-            if num_host_state_slots is None:
-                num_host_state_slots = num_state_slots if num_host_blocks else 0
-            specs = self.states.specs
-            options["states"] = StateCache(specs, num_state_slots, device=device, num_host_slots=num_host_state_slots)
-        elif keep_all or len(set(self.pool_of_layer)) == 1:
-            one_pool = "None, as one pool has the blocks of all layers"
-            expect(num_window_blocks is None, "num_window_blocks", one_pool, num_window_blocks)
+            slots = 32 if num_state_slots is None else num_state_slots
+            host_slots = (slots if num_host_blocks else 0) if num_host_state_slots is None else num_host_state_slots
+            options["states"] = StateCache(self.states.specs, slots, device=device, num_host_slots=host_slots)
+        elif keep_all or one_pool:
+            expect(num_window_blocks is None, "num_window_blocks", "None, as the model has one pool", num_window_blocks)
             return KVCache(*sizes, **options)
         return HybridCache.for_layers(*sizes, num_window_blocks=num_window_blocks, **options)
 
