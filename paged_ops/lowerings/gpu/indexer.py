@@ -254,7 +254,7 @@ def tile_of(spec: Spec, T: int, S: int, target: Target) -> tuple[Tile, dict[str,
     entries = keys // block
     tile = Tile(tokens, heads, D, entries, block, min(CHUNK, entries), min(triton.next_power_of_2(S), 256))
     launch = {"num_warps": 8 if keys > 64 or columns > 128 else 4, "num_stages": stages}
-    if spec.paired and columns * keys <= 64 * 64:
+    if target.backend == "cuda" and spec.paired and columns * keys <= 64 * 64:
         launch["maxnreg"] = 128
     return tile, launch
 
