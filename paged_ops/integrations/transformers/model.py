@@ -331,8 +331,6 @@ class PagedCausalLM:
         }
         fits = layout is None or self.layout is None or Layout(layout) is self.layout
         expect(fits, "layout", "LATENT, or PagedCausalLM(model, latent=False)", layout)
-        for name, slots in (("num_state_slots", num_state_slots), ("num_host_state_slots", num_host_state_slots)):
-            expect(slots is None or self.states is not None, name, "None, as no layer keeps state", slots)
         one_pool = len(set(self.pool_of_layer)) == 1
         whole = not (flag("keep_all", keep_all) and shard.size > 1 and not one_pool)
         expect(whole, "keep_all", "False with a context, because layers with a window are not sharded", keep_all)
