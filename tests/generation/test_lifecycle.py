@@ -208,16 +208,21 @@ def test_one_more_call_finishes_an_interrupted_clean_up(first: str, again: str) 
     alarm, loop = Alarm(), begin()
     with alarm.armed():
         act(loop, first)
+    ended_before = 0
     for at in some(alarm.count, 40):
         loop, alarm = begin(), Alarm(at)
-        with pytest.raises(KeyboardInterrupt), alarm.armed():
+        with contextlib.suppress(KeyboardInterrupt), alarm.armed():
             act(loop, first)
+        if alarm.count < at:  # a run can take fewer bytecodes than the first one
+            ended_before += 1
+            continue
         events = act(loop, again)
         if again != "step":
             stats = loop.kv_cache.stats()
             assert (stats.used_blocks, stats.host_used_blocks) == (0, 0), alarm.where
         check_ends(tokens_by_request([events, *drain(loop)]))
         assert_empty(loop)
+    assert ended_before <= 4
 
 
 def test_one_more_call_after_an_interrupt_of_what_an_interrupt_had_left() -> None:
