@@ -1,6 +1,7 @@
 """Raises an interrupt before a chosen bytecode of the loop's code."""
 
 import dis
+import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -46,11 +47,13 @@ class Alarm:
 
     @contextmanager
     def armed(self) -> Iterator[None]:
+        gc.disable()  # else loops of earlier tests could be freed here, by code that is counted
         sys.settrace(self._trace)
         try:
             yield
         finally:
             sys.settrace(None)
+            gc.enable()
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         if frame.f_code.co_filename not in FILES or frame.f_code.co_name in ("__del__", "free_all"):

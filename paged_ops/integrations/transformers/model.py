@@ -295,7 +295,7 @@ class PagedCausalLM:
         dtype: torch.dtype | None = None,
         kv_cache_dtype: str = "auto",
         layout: Layout | None = None,
-        num_state_slots: int | None = None,
+        num_state_slots: int = 32,
         num_host_state_slots: int | None = None,
     ) -> KVCache | HybridCache:
         """A cache for this model on its device, in its dtype by default (float8 dtypes work without scales).
@@ -312,7 +312,7 @@ class PagedCausalLM:
             num_window_blocks: per pool with a window or chunk, if other pools see everything;
                 :func:`paged_ops.blocks_within_reach` gives a sufficient number.
             keep_all: use one pool, which keeps all blocks.
-            num_state_slots: if layers keep state, the number of sequences: at least a loop's ``max_num_seqs``, or 32.
+            num_state_slots: if layers keep state, the number of sequences at once: at least a loop's ``max_num_seqs``.
             num_host_state_slots: the number of swapped-out sequences; by default the same if there are host blocks.
         """
         device = self.model.device
@@ -339,9 +339,10 @@ class PagedCausalLM:
             options["sliding_window"] = windows[0] if one_pool else windows
             options["attention_chunk"] = chunks[0] if one_pool else chunks
         if self.states is not None:
-            slots = 32 if num_state_slots is None else num_state_slots
-            host_slots = (slots if num_host_blocks else 0) if num_host_state_slots is None else num_host_state_slots
-            options["states"] = StateCache(self.states.specs, slots, device=device, num_host_slots=host_slots)
+            if num_host_state_slots is None:
+                num_host_state_slots = num_state_slots if num_host_blocks else 0
+            slots = {"num_host_slots": num_host_state_slots}
+            options["states"] = StateCache(self.states.specs, num_state_slots, device=device, **slots)
         elif keep_all or one_pool:
             expect(num_window_blocks is None, "num_window_blocks", "None, as the model has one pool", num_window_blocks)
             return KVCache(*sizes, **options)
