@@ -16,7 +16,7 @@ from paged_ops.cache.block_pool import BlockPool, CacheStats, most_blocks_kept, 
 from paged_ops.cache.block_pool import OutOfBlocks as OutOfBlocks
 from paged_ops.cache.lock import CacheLock
 from paged_ops.cache.prefixes import Prefix, PrefixIndex, servable_lengths
-from paged_ops.checks import as_token_ids, at_least
+from paged_ops.checks import as_token_ids, at_least, is_integer
 from paged_ops.masks import oldest_key
 
 
@@ -136,7 +136,7 @@ class BlockAllocator:
         """Reserves slots for the next ``num_tokens`` uncomputed tokens of a prompt admitted with a ``first_chunk``."""
         seq = self._live(seq_id)
         waiting = len(seq.tokens) - seq.num_computed
-        if not hasattr(num_tokens, "__index__") or not 0 <= num_tokens <= waiting:
+        if not is_integer(num_tokens, 0) or num_tokens > waiting:
             raise ValueError(f"num_tokens: expected 0..{waiting} (not computed, of {seq_id!r}), got {num_tokens}")
         stop = seq.num_computed + num_tokens
         if stop > seq.num_reserved:
@@ -174,9 +174,9 @@ class BlockAllocator:
     def commit(self, seq_id: Hashable, num_written: int, token_ids: Sequence[int] | None = None) -> None:
         """Records that the step which writes the next ``num_written`` reserved tokens was issued (``token_ids``, if
         they were unknown before). Full blocks can be shared from now on; blocks that no later token sees are freed."""
-        seq = self.check_commit(seq_id, num_written, token_ids)
-        if token_ids is not None:
-            seq.tokens[seq.num_computed : seq.num_computed + num_written] = as_token_ids(token_ids)
+        seq, tokens = self.check_commit(seq_id, num_written, token_ids)
+        if tokens is not None:
+            seq.tokens[seq.num_computed : seq.num_computed + num_written] = tokens
         seq.num_computed += num_written
         num_full, num_known = seq.num_computed // self.block_size, len(seq.prefixes) - 1
         if num_full > num_known:
@@ -186,17 +186,20 @@ class BlockAllocator:
         if self._forgets:
             self._give_back(seq_id, seq)
 
-    def check_commit(self, seq_id: Hashable, num_written: int, token_ids: Sequence[int] | None) -> _Sequence:
-        """Raises what ``commit`` would."""
+    def check_commit(
+        self, seq_id: Hashable, num_written: int, token_ids: Sequence[int] | None
+    ) -> tuple[_Sequence, list[int] | None]:
+        """Raises what ``commit`` would. Returns the sequence, and the token ids as Python's integers."""
         seq = self._live(seq_id)
         reserved = seq.num_reserved - seq.num_computed
-        if not hasattr(num_written, "__index__") or not 0 <= num_written <= reserved:
+        if not is_integer(num_written, 0) or num_written > reserved:
             raise ValueError(f"num_written: expected 0..{reserved} (reserved tokens of {seq_id!r}), got {num_written}")
-        if token_ids is not None and len(token_ids) != num_written:
-            raise ValueError(f"token_ids: expected num_written = {num_written} of them, got {len(token_ids)}")
+        tokens = None if token_ids is None else as_token_ids(token_ids)
+        if tokens is not None and len(tokens) != num_written:
+            raise ValueError(f"token_ids: expected num_written = {num_written} of them, got {len(tokens)}")
         if num_written and seq.blocks[seq.num_computed // self.block_size - seq.num_freed] in self._copies:
             raise ValueError(f"seq_id: the last block of {seq_id!r} waits for a copy; flush copies before each step")
-        return seq
+        return seq, tokens
 
     def rollback(self, seq_id: Hashable) -> None:
         """Drops the tokens that were not committed (a rejected draft, a step that was given up)."""
@@ -205,7 +208,7 @@ class BlockAllocator:
     def truncate(self, seq_id: Hashable, num_tokens: int) -> None:
         """Drops the tokens from ``num_tokens`` on; none of them may be committed."""
         seq = self._live(seq_id)
-        if not seq.num_computed <= num_tokens <= len(seq.tokens):
+        if not is_integer(num_tokens, seq.num_computed) or num_tokens > len(seq.tokens):
             committed = f"{seq.num_computed}..{len(seq.tokens)} (committed and all tokens of {seq_id!r})"
             raise ValueError(f"num_tokens: expected {committed}, got {num_tokens}")
         del seq.tokens[num_tokens:]

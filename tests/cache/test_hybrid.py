@@ -197,6 +197,7 @@ BAD_CALLS = [
     ("append", ("nobody", [1]), {}, ValueError, "seq_id: 'nobody' is unknown"),
     ("commit", ("b", 4), {}, ValueError, r"num_written: expected 0\.\.3"),
     ("commit", ("b", 1, [7, 8]), {}, ValueError, "token_ids: expected num_written = 1"),
+    ("commit", ("b", 2, [7, 8.5]), {}, ValueError, r"token_ids: expected integers, a list .*, got \[7, 8.5\]"),
     ("reserve", ("b", 4), {}, ValueError, r"num_tokens: expected 0\.\.3"),
     ("fork", ("b", "c"), {}, ValueError, "parent_id: 'b' has 3 reserved tokens"),
     ("fork", ("a", "b"), {}, ValueError, "seq_id: 'b' is in use"),
@@ -215,6 +216,8 @@ def test_a_bad_call_changes_nothing_in_any_pool(
     before = state(cache)
     with pytest.raises(error, match=message):
         getattr(cache, name)(*args, **options)
+    assert state(cache) == before
+    cache.recover()  # nothing of the call is left to be done
     assert state(cache) == before
 
 

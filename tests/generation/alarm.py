@@ -5,7 +5,7 @@ import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -35,6 +35,18 @@ FILES = {
 }
 
 
+@contextmanager
+def traced(trace: Callable[..., Any]) -> Iterator[None]:
+    """Traces with the garbage collector off: else it may free loops of earlier tests here, by code that is counted."""
+    gc.disable()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+        gc.enable()
+
+
 class Alarm:
     """Raises KeyboardInterrupt before the n-th bytecode that the code of the loop runs; notes the lines when n is 0."""
 
@@ -45,15 +57,8 @@ class Alarm:
         self.where = ""
         self._returns: dict[CodeType, set[int]] = {}
 
-    @contextmanager
-    def armed(self) -> Iterator[None]:
-        gc.disable()  # else loops of earlier tests could be freed here, by code that is counted
-        sys.settrace(self._trace)
-        try:
-            yield
-        finally:
-            sys.settrace(None)
-            gc.enable()
+    def armed(self) -> AbstractContextManager[None]:
+        return traced(self._trace)
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         if frame.f_code.co_filename not in FILES or frame.f_code.co_name in ("__del__", "free_all"):
