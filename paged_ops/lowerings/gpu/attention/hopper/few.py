@@ -7,8 +7,8 @@ As in latent_few.py, the 64 keys of a tile and then the value columns are the ro
 as in shares.py. A producer warp loads tiles of keys and of values by TMA, in turn, into one ring of places of 64 rows;
 one warpgroup loads a unit's query rows and computes.
 
-Letters: as in dense.py. Bytes of a key in bfloat16: 4 D; FLOPs of a key and a query row: 4 D. Of a tile with heads of 512
-one multiprocessor of an H200 has 3.8 µs to read 128 KB, and takes about 1 to compute. benchmarks/notes/gpu-designs.md
+Letters: as in dense.py. Bytes of a key in bfloat16: 4 D; FLOPs of a key and a query row: 4 D. With heads of 512
+one multiprocessor of an H200 reads a tile in 3.8 µs, and computes about 1. benchmarks/notes/gpu-designs.md
 has the designs that were measured.
 """
 
