@@ -126,7 +126,7 @@ def test_kernels_refuse_what_they_do_not_know():
 
 
 def specs():
-    """Of calls of which each kernel serves one: heads of 128 and 512, latents, latent rows with scales; 16 bits and fp8;
+    """Of calls of which each kernel serves one: heads of 128 and 512, latents, rows with scales; 16 bits and fp8;
     with and without selected keys."""
     from paged_ops.lowerings.gpu import spec
 
