@@ -7,9 +7,8 @@ As in latent_few.py, the 64 keys of a tile and then the value columns are the ro
 as in shares.py. A producer warp loads tiles of keys and of values by TMA, in turn, into one ring of places of 64 rows;
 one warpgroup loads a unit's query rows and computes.
 
-Letters: as in dense.py. Bytes of a key in bfloat16: 4 D; FLOPs of a key and a query row: 4 D. With heads of 512
-one multiprocessor of an H200 reads a tile in 3.8 µs, and computes about 1. benchmarks/notes/gpu-designs.md
-has the designs that were measured.
+Letters: as in dense.py. Bytes of a key in bfloat16: 4 D; FLOPs of a key and a query row: 4 D. With heads of 512 one
+multiprocessor of an H200 reads a tile in 3.8 µs. The designs that were measured: benchmarks/notes/gpu-designs.md.
 """
 
 from __future__ import annotations
@@ -41,9 +40,11 @@ from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_a
 from paged_ops.lowerings.gpu.target import Target
 
 KEYS = 64  # of a tile
+PLACES = 2  # in shared memory, of a tile of keys or of values; three, which fit, are no faster
 MOST_ROWS = 16  # packed query rows of a unit
 REGISTERS = (56,)  # of the producer
-SIZES = ((512, 512),)  # heads of keys and values
+# Heads of keys and values. With 128 split_kernel is faster, with 256 this one by less than 3%.
+SIZES = ((512, 512),)
 # What its roles apply, by the names of spec.needs.
 APPLIES = frozenset({"causal", "window", "chunk", "soft_cap", "sinks", "float16", "bfloat16"})
 
@@ -75,9 +76,8 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
     M, division = choice
     P = tuning.programs_apart(spec.K, target.processors)
-    division = division._replace(aligned=True, heads_apart=P > 0)
-    P, D = P or target.processors, spec.v_side.size
-    shape = shape_of(spec, M, target.shared_memory)
+    division = division._replace(heads_apart=P > 0)
+    P, D, shape = P or target.processors, spec.v_side.size, shape_of(spec, M)
     constants = {"SPEC": spec, "DIVISION": division, "SHAPE": shape, **target.overlap(), "num_warps": 4}
     sides = ("key_cache", spec.k_side), ("value_cache", spec.v_side)
     described: list[Described] = [
@@ -100,18 +100,16 @@ class FewShape(NamedTuple):
     N: int
     D: int
     page: int  # keys per TMA copy
-    places: int  # of a tile of keys, or of values
+    places: int
     k: Columns
     v: Columns
     registers: tuple[int, ...]
 
 
-def shape_of(spec: Spec, M: int, shared_memory: int) -> FewShape:
-    """As many places as fit next to a unit's query rows and the weights of a tile."""
-    D = spec.v_side.size
-    space = (shared_memory - dense.OTHERS) // spec.dtype.itemsize - M * (D + KEYS)
+def shape_of(spec: Spec, M: int) -> FewShape:
+    D, page = spec.v_side.size, min(spec.B & -spec.B, KEYS)
     k, v = (Columns(D, (D,), dense.matrix_of(side, spec)) for side in (spec.k_side, spec.v_side))
-    return FewShape(M, KEYS, D, min(spec.B & -spec.B, KEYS), space // (KEYS * D), k, v, REGISTERS)
+    return FewShape(M, KEYS, D, page, PLACES, k, v, REGISTERS)
 
 
 class FewMemory(NamedTuple):
@@ -165,7 +163,7 @@ def take_queries(part, counts, batch, shared, SPEC: gl.constexpr, SHAPE: gl.cons
     row += (part.kh * G + r % G).to(gl.int64) * SPEC.query[1]
     d = gl.arange(0, SHAPE.D, gl.SliceLayout(0, layout))
     live = (r < SHAPE.M // G * G) & (r // G < part.q_len - part.first_token)
-    rows = gl.load(batch.tensors.query + row[:, None] + d[None, :] * SPEC.query[2], mask=live[:, None], other=0.0)
+    rows = gl.load(batch.tensors.query + row[:, None] + d[None, :], mask=live[:, None], other=0.0)
     shared.queries.store(rows)
     fence_async_shared()
 
