@@ -126,8 +126,8 @@ def test_kernels_refuse_what_they_do_not_know():
 
 
 def specs():
-    """Of calls of which each kernel serves one: heads of 128, latents, latent rows with scales; 16 bits and fp8; with
-    and without selected keys."""
+    """Of calls of which each kernel serves one: heads of 128 and 512, latents, rows with scales; 16 bits and fp8;
+    with and without selected keys."""
     from paged_ops.lowerings.gpu import spec
 
     N, B, K, T, S = 4, 16, 8, 64, 4
@@ -138,6 +138,9 @@ def specs():
         selected = Features(selected_keys=torch.zeros(T, K, 16, dtype=torch.int32))
         for f in (Features(), Features(batch_invariant=True), selected):
             yield spec.spec_of(query, paged.key, paged.value, 0, tables, None, f, query.dtype, False)
+    query, paged = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((T, 32, 512), (N, 2, B, 4, 512)))
+    paged = layouts.paged_kv(paged)
+    yield spec.spec_of(query, paged.key, paged.value, 0, tables, None, Features(), query.dtype, False)
     query = torch.zeros(T, 16, 576, dtype=torch.bfloat16)
     for columns, stored, name in (
         (576, torch.bfloat16, "auto"),

@@ -76,6 +76,8 @@ def described(*options):
         ([], "hopper.shares", ["shares_kernel", "merge_kernel"], {"hopper.dense": "fits a tile of split_kernel"}),
         (["--query-lens", "2x1"], "triton.decode", ["split_kernel", "merge_kernel"],
          {"hopper.shares": "packed query rows"}),
+        (["--query-lens", "8x1", "--heads", "32/4", "--head-size", "512"], "hopper.few", ["few_kernel", "merge_kernel"],
+         {"hopper.shares": "head sizes: expected"}),
         (["--query-lens", "63x1,2048"], "hopper.mixed", ["mixed_kernel", "merge_kernel"], {}),
         (["--query-lens", "2000", "--feature", "sliding_window=64"], "hopper.dense",
          ["split_kernel", "dense_kernel", "merge_kernel"], {"hopper.fp8": "expected float8"}),

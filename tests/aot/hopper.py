@@ -107,6 +107,22 @@ VARIANTS = [
         COLUMNS,
     ),
     Variant(
+        "hopper-few-d512-8-rows-and-16-fp16-window-cap-and-two-tokens-chunk",
+        both(
+            prefill("NHD", 512, 32, 4, T=4),
+            prefill("NHD", 512, 16, 1, torch.float16, True, T=4, sliding_window=100, soft_cap=30.0),
+            prefill("HND", 512, 16, 2, T=8, B=64, attention_chunk=300),
+        ),
+        {
+            "cuda:90": (
+                r"wgmma\.mma_async\.sync\.aligned\.m64n8k16.* 1, 1, 1, 0;",
+                r"wgmma\.mma_async\.sync\.aligned\.m64n16k16.* 1, 1, 1, 0;",
+                r"cp\.async\.bulk\.tensor\.4d",
+                r"\.entry few_kernel",
+            )
+        },
+    ),
+    Variant(
         "hopper-selected-h16-h128-h64",
         both(
             latent(16, B=64, T=64, selected=2048),

@@ -83,17 +83,25 @@ APPLIES = frozenset(
 def serves(spec: Spec, target: Target) -> list[str]:
     key, value = spec.k_side, spec.v_side
     against = {
-        f"dtype: expected float16 or bfloat16, got {spec.dtype}": spec.dtype not in (torch.float16, torch.bfloat16),
-        f"cache_dtype: expected {spec.dtype}, got {spec.storage.dtype}": spec.storage.dtype != spec.dtype,
         f"head_size: expected one of {(*served_sizes(),)}, got {key.size}": key.size not in served_sizes(),
         f"value_head_size: expected one of {(*served_sizes(),)}, got {value.size}": value.size not in served_sizes(),
         f"num_heads: expected at most {BLOCK_M} per key/value head, got {spec.G}": spec.G > BLOCK_M,
         "first tokens with a chunk: not applied by this kernel": bool(spec.masks.first) and spec.masks.chunk,
+    }
+    return not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds] + not_loaded(spec)
+
+
+def not_loaded(spec: Spec) -> list[str]:
+    """Why query rows, or tiles of keys and values, cannot be loaded as they are multiplied."""
+    key, value = spec.k_side, spec.v_side
+    against = {
+        f"dtype: expected float16 or bfloat16, got {spec.dtype}": spec.dtype not in (torch.float16, torch.bfloat16),
+        f"cache_dtype: expected {spec.dtype}, got {spec.storage.dtype}": spec.storage.dtype != spec.dtype,
         "query: expected contiguous elements of a head": spec.query[2] != 1,
         "kv_cache: expected keys that TMA can address": key.x != key.size or _matrix(key, spec) is None,
         "kv_cache: expected values that TMA can address": _matrix(value, spec) is None,
     }
-    return not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
+    return [reason for reason, holds in against.items() if holds]
 
 
 def served_sizes() -> list[int]:

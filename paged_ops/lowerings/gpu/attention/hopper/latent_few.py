@@ -158,9 +158,10 @@ class Steps(NamedTuple):
 
 @gluon.jit
 def attend(
-    part, counts, args, batch, shared, STEPS: gl.constexpr, SUMS: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr
-):
-    """The result of a part, of SUMS chunks of value columns, and its lse: a tile of keys at a time, one matmul after
+    part, counts, args, batch, shared, STEPS: gl.constexpr, SUMS: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr,
+    WIDTH: gl.constexpr = 64,
+):  # fmt: skip
+    """The result of a part, of SUMS times WIDTH value columns, and its lse: a tile of keys at a time, one matmul after
     the other."""
     factor, cap = args
     M: gl.constexpr = SHAPE.M
@@ -174,7 +175,7 @@ def attend(
     l = zero  # each thread's totals of weights
     acc: gl.tuple = ()
     for _chunk in gl.static_range(SUMS):
-        acc += (zero,)
+        acc += (gl.full([WIDTH, M], 0.0, gl.float32, layout),)
     STEPS.take_queries(part, counts, batch, shared, SPEC, SHAPE)
     for t in range(part.seen):
         at, begin = counts.tiles + t, (part.tile + t) * N
