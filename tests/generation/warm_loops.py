@@ -6,8 +6,6 @@ A program of its own, as the imitation changes the process: ``python -m tests.ge
 from __future__ import annotations
 
 import functools
-import json
-import os
 import random
 import sys
 from collections.abc import Callable
@@ -15,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.gpu.imitated import imitate
+from tests.gpu.imitated import imitate, print_cases
 
 V = 64
 MOST_SEQS, MOST_TOKENS, LONGEST = 24, 256, 700
@@ -230,20 +228,8 @@ def compiled_by(name: str, num_steps: int, seed: int, left_out: str = "") -> dic
     return {"warm": warm, "later": KERNELS.compiled[len(warm) :], "sizes": len(step.sizes), "stats": stats}
 
 
-def main(num_steps: int, *cases: str) -> None:
-    """Prints a line of JSON for each case, ``model`` or ``model without kind``. Each has a process of its own."""
-    for case in cases:
-        name, _, left_out = case.partition(" without ")
-        process = os.fork()
-        if not process:
-            print(json.dumps({"case": case, **compiled_by(name, num_steps, 0, left_out)}), flush=True)
-            os._exit(0)
-        if os.waitpid(process, 0)[1]:
-            sys.exit(f"{case} failed")
-
-
 if __name__ == "__main__":
     KERNELS = imitate()
     import transformers  # noqa: F401
 
-    main(int(sys.argv[1]), *sys.argv[2:])
+    print_cases(sys.argv[2:], lambda name, left_out: compiled_by(name, int(sys.argv[1]), 0, left_out))

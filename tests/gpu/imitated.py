@@ -6,7 +6,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import subprocess
 import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tests.gpu.step import H200
+
+ROOT = Path(__file__).parents[2]
 
 
 class Kernels:
@@ -80,3 +87,34 @@ def imitate(target: Any = H200) -> Kernels:
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.Tensor.pin_memory = lambda tensor: tensor
     return kernels
+
+
+def print_cases(cases: Iterable[str], found: Callable[[str, str], dict[str, Any]]) -> None:
+    """Prints a line of JSON for each case, ``name`` or ``name without part``: what ``found(name, part)`` returns in a
+    process of its own."""
+    for case in cases:
+        name, _, left_out = case.partition(" without ")
+        process = os.fork()
+        if not process:
+            print(json.dumps({"case": case, **found(name, left_out)}), flush=True)
+            os._exit(0)
+        if os.waitpid(process, 0)[1]:
+            sys.exit(f"{case} failed")
+
+
+def run_cases(module: str, num_steps: int, *cases: str) -> list[dict[str, Any]]:
+    """What a program that ends with :func:`print_cases` found in each case."""
+    command = [sys.executable, "-m", module, str(num_steps), *cases]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=590, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    every = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [found["case"] for found in every] == [*cases]
+    return every
+
+
+def expect_nothing_later(found: dict[str, Any]) -> None:
+    """A case has kernels that were asked for ahead, and steps of many sizes that ask for no other."""
+    assert 5 <= len(found["warm"]) <= 50
+    assert found["sizes"] >= 30
+    names = sorted({name for name, _ in found["later"]})
+    assert not names, f"{found['case']}: {len(found['later'])} kernels asked for in steps: {names}"

@@ -5,8 +5,6 @@ A program of its own, as the imitation changes the process: ``python -m tests.in
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import sys
 from types import SimpleNamespace
@@ -14,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.gpu.imitated import imitate
+from tests.gpu.imitated import imitate, print_cases
 
 MOST_TOKENS, MOST_SEQS, LONGEST, B, N = 2048, 64, 4096, 16, 32
 CAPTURED = (64, 32, 16, 8, 4, 2, 1)  # decodes of so many requests, the largest first
@@ -23,10 +21,10 @@ CASES: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 512},
     "one head": {"heads": (8, 1)},
     "latent": {"heads": (16, 1)},
-    "invariant": {"batch_invariant": True},
-    "invariant window": {"batch_invariant": True, "sliding_window": 512},
-    "invariant one head": {"batch_invariant": True, "heads": (8, 1)},
-    "invariant latent": {"batch_invariant": True, "heads": (16, 1)},
+    "invariant": {},
+    "invariant window": {"sliding_window": 512},
+    "invariant one head": {"heads": (8, 1)},
+    "invariant latent": {"heads": (16, 1)},
 }
 
 
@@ -131,15 +129,18 @@ def requests(rng: random.Random) -> tuple[list[int], list[int]]:
     return new, [n + rng.choice([0, 0, 1, 700, 2000]) for n in new]
 
 
-def asked_for(num_steps: int, batch_invariant: bool = False, is_latent: bool = False, **layer: Any) -> dict[str, Any]:
-    """The kernels that are asked for before requests, and by steps of requests."""
+def asked_for(name: str, num_steps: int, left_out: str = "") -> dict[str, Any]:
+    """The kernels that a case asks for before requests, and by steps of requests. ``left_out``: "sizes", none of which
+    are asked for before."""
     from paged_ops.integrations.vllm import plugin as vllm_plugin
     from paged_ops.integrations.vllm.backend import CompilesAhead
 
     vllm_plugin.largest_batch = lambda: (MOST_TOKENS, MOST_SEQS)
-    vllm_plugin.is_batch_invariant = lambda: batch_invariant
+    vllm_plugin.is_batch_invariant = lambda: name.startswith("invariant")
     CompilesAhead.can_warm_up = lambda self, query, kv_cache: query.shape[0] > 1
-    served = (LatentLayer if is_latent else Layer)(**layer)
+    if left_out:
+        tuning.covering_batches = lambda *most, **options: []
+    served = (LatentLayer if "latent" in name else Layer)(**CASES[name])
     KERNELS.compiled.clear()
     for S in CAPTURED:  # the engine captures its graphs
         served.step(metadata_of([1] * S, [1] * S))
@@ -152,25 +153,10 @@ def asked_for(num_steps: int, batch_invariant: bool = False, is_latent: bool = F
     return {"warm": warm, "later": KERNELS.compiled[len(warm) :], "sizes": len(sizes)}
 
 
-def main(num_steps: int, *cases: str) -> None:
-    """Prints a line of JSON for each case, ``name`` or ``name without sizes``. Each has a process of its own."""
-    for case in cases:
-        name, _, left_out = case.partition(" without ")
-        process = os.fork()
-        if not process:
-            if left_out:
-                tuning.covering_batches = lambda *most, **options: []
-            options = {"is_latent": "latent" in name, **CASES[name]}
-            print(json.dumps({"case": case, **asked_for(num_steps, **options)}), flush=True)
-            os._exit(0)
-        if os.waitpid(process, 0)[1]:
-            sys.exit(f"{case} failed")
-
-
 if __name__ == "__main__":
     KERNELS = imitate()
     import vllm  # noqa: F401
 
     from paged_ops.lowerings.gpu.attention import tuning
 
-    main(int(sys.argv[1]), *sys.argv[2:])
+    print_cases(sys.argv[2:], lambda name, left_out: asked_for(name, int(sys.argv[1]), left_out))
