@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -144,6 +146,20 @@ def scaled(acc, factors, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def take_turn(turns, which: gl.constexpr, n):
+    """Wait for a consumer's n-th turn to begin matmuls, if there are turns."""
+    if turns is not None:
+        mbarrier.wait(turns[which].index(0), (n & 1) ^ (which == 0))
+
+
+@gluon.jit
+def pass_turn(turns, which: gl.constexpr):
+    """The other consumer's turn, if there are turns."""
+    if turns is not None:
+        async_copy.mbarrier_arrive(turns[1 - which].index(0), increment_count=False)
+
+
+@gluon.jit
 def release_tile(ring, at, SHAPE: gl.constexpr):
     """Say that a tile of keys or values, whose matmul was waited for, is no longer read."""
     release_each(ring, at)
@@ -212,7 +228,9 @@ def zero_hidden(which: gl.constexpr, n, total, item, shared, SPEC: gl.constexpr,
 
 
 @gluon.jit
-def step(sums, at, tile, item, rows, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+def step(
+    sums, at, tile, item, n, rows, batch, which: gl.constexpr, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
     """Computes the scores of the next key tile, the at-th, while the matmul with the previous tile's values runs."""
     K_PARTS: gl.constexpr = SHAPE.k.parts
     V_PARTS: gl.constexpr = SHAPE.v.parts
@@ -220,9 +238,11 @@ def step(sums, at, tile, item, rows, batch, shared, SPEC: gl.constexpr, SHAPE: g
     SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
     BY_ROWS: gl.constexpr = shared.row_factors is not None
     wait_full(shared.k.ring, at)
+    take_turn(shared.turns, which, at - 1 - n)
     s = multiply_keys(shared, rows.tile, at, K_PARTS)
     wait_full(shared.v.ring, at - 1)
     acc = multiply_values(sums.p16, shared.v, at - 1, sums.acc, V_PARTS)
+    pass_turn(shared.turns, which)
     s = warpgroup_mma_wait(len(widths_of(SHAPE.v.parts)), deps=[s])
     release_tile(shared.k.ring, at, SHAPE)
     # A branch, not two loops: ptxas would move the softmax of one block past the wait below, and it would no longer run
@@ -304,10 +324,13 @@ def store_item(
 
 
 @gluon.jit
-def skip(item, total, shared, SHAPE: gl.constexpr):
-    """Release the tiles of an item if a consumer has no rows in it."""
+def skip(item, total, shared, SHAPE: gl.constexpr, which: gl.constexpr = 0, n=0):
+    """Release the tiles of the n-th item, and pass on its turns, if a consumer has no rows in it."""
     for t in range(item.tiles):
         wait_full(shared.k.ring, total + t)
+        if t > 0:
+            take_turn(shared.turns, which, total + t - 1 - n)
+            pass_turn(shared.turns, which)
         release_tile(shared.k.ring, total + t, SHAPE)
         wait_full(shared.v.ring, total + t)
         release_tile(shared.v.ring, total + t, SHAPE)
@@ -392,12 +415,12 @@ def attend(
     if MASKS.first:
         at = gl.minimum(gl.maximum(item.end_tile - item.oldest // N, 1), item.tiles)
     for t in range(1, at):
-        sums = step(sums, total + t, item.end_tile - 1 - t, item, rows, batch, shared, SPEC, SHAPE)
+        sums = step(sums, total + t, item.end_tile - 1 - t, item, n, rows, batch, which, shared, SPEC, SHAPE)
     if MASKS.window or MASKS.chunk:
         zero_hidden(which, n, total, item, shared, SPEC, SHAPE)
     if MASKS.first:
         for t in range(at, item.tiles):
-            sums = step(sums, total + t, item.end_tile - 1 - t, item, rows, batch, shared, SPEC, SHAPE)
+            sums = step(sums, total + t, item.end_tile - 1 - t, item, n, rows, batch, which, shared, SPEC, SHAPE)
     release(shared.item_ring, n)
     wait_full(shared.v.ring, last)
     acc = wait_for(multiply_values(sums.p16, shared.v, last, sums.acc, V_PARTS), V_PARTS)
@@ -431,7 +454,7 @@ def consumer(which: gl.constexpr, batch, shared, SPEC: gl.constexpr, SHAPE: gl.c
     while tiles > 0:
         item = read_item(shared, n, tiles, 4)
         if which * WARPGROUP >= gl.minimum(SHAPE.M // SPEC.G, item.q_len - item.first_token) * SPEC.G:
-            skip(item, total, shared, SHAPE)
+            skip(item, total, shared, SHAPE, which, n)
             release(shared.item_ring, n)
         else:
             attend(item, n, total, factor, cap, which, batch, shared, SPEC, SHAPE)
