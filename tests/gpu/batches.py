@@ -85,10 +85,10 @@ on_hopper = pytest.mark.skipif(
 
 def batch(
     heads, tokens, lens, D=128, Dv=None, B=16, layout="NHD", dtype=torch.bfloat16, padding=0, sinks=False, columns=0,
-    blocks=0, stored=None, scales=(None, None), **features,
+    blocks=0, stored=None, scales=(None, None), slope=0.0, **features,
 ):  # fmt: skip
     """The arguments of a call, and its result in float64: everything that must not be read is NaN. ``stored``: the type
-    of an fp8 cache."""
+    of an fp8 cache. ``slope``: by how much logits, to base 2, grow from each key to the one before it."""
     generator = torch.Generator(device=GPU).manual_seed(0)
 
     def normal(*shape):
@@ -113,6 +113,7 @@ def batch(
         i, j = torch.arange(lens[s] - tokens[s], lens[s]), torch.arange(needed[s] * B)
         kept = kept_keys(seen, s, i, j, 1, 1, B)[0].any(0) & (j < lens[s])
         read[own] = kept.view(-1, B)
+        key[own, :, :, 0] += (slope / scale / math.log2(math.e) * (lens[s] - j).view(-1, B, 1)).to(key)
     unread = ~read.to(GPU)
     key[unread] = torch.nan
     value[unread] = torch.nan

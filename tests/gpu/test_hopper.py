@@ -23,6 +23,7 @@ from paged_ops.lowerings.gpu.attention.hopper.launch import HopperLaunch, aligne
 from paged_ops.lowerings.gpu.attention.hopper.work import Work
 from paged_ops.lowerings.gpu.attention.shared import masks as masks_of_kernels
 from paged_ops.lowerings.gpu.attention.triton import prefill
+from tests.gpu.batches import batch
 from tests.gpu.pointers import Pointer, as_torch
 
 N, H = 5, 8
@@ -391,11 +392,10 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
             j = torch.arange(tile * BLOCK_N, (tile + 1) * BLOCK_N)
             bounded = bool(window or chunk)
             masked = tile == end_tile - 1 or tile >= full_end or (bounded and tile < full_start)
-            nothing = torch.full((len(i),), -torch.inf)
-            qk = torch.zeros(len(i), BLOCK_N)
-            rows = consumer.Rows(0, 0, last, low, 1.0, (0, 0))
-            p, *_ = consumer.softmax_tile(qk, nothing, rows, j, n, masked, False, constants[0])
-            got[:, j] = p > 0
+            scores = torch.zeros(len(i), BLOCK_N)
+            if masked:
+                scores = consumer.hide(scores, low, last, j, n, seen)
+            got[:, j] = scores == 0
         assert torch.equal(got[:, :n], want[:, : got.shape[1]]) and not want[:, got.shape[1] :].any()
         assert not got[:, n:].any()
         done[row_start + tokens] = True
@@ -623,6 +623,34 @@ def test_ranges(D, heads, short, reach, monkeypatch):
     ranges[2] = torch.tensor([(100, 900), (899, 2000), (0, 0)])
     ranges[4] = torch.tensor([(2000, 2960), (2990, 2999), (2950, 2970)])
     check_against_triton(sequences, *heads, short, monkeypatch, D, **reach, bidirectional_ranges=ranges.to(GPU))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("slope", [0.01, 0.06, 0.13, 2.0, -0.06], ids=str)
+@pytest.mark.parametrize(
+    ("D", "dtype", "options"),
+    [
+        (64, torch.float16, {"sinks": True}),
+        (128, torch.bfloat16, {}),
+        (128, torch.float16, {"sliding_window": 500}),
+        (192, torch.bfloat16, {}),
+        (256, torch.bfloat16, {"sinks": True}),
+    ],
+    ids=str,
+)
+def test_maxima_that_grow_from_tile_to_tile(D, dtype, options, slope, monkeypatch):
+    """By less than what changes those in use, or more; of some rows of a warp, of others not."""
+    if D == 64:
+        take_three_consumers(monkeypatch)
+    attention.forget()
+    call, features, (want, want_lse) = batch(
+        (32, 8), [300, 500, 1, 200], [1500, 500, 900, 1990], D, dtype=dtype, slope=slope, **options
+    )
+    out, lse = paged_ops.paged_attention_with_lse(*call, **features)
+    attention.forget()
+    assert (out.double() - want).norm() <= 5e-3 * want.norm()
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-3)
 
 
 def test_which_sequences_are_short():

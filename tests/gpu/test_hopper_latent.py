@@ -36,6 +36,10 @@ BATCHES = {
     "32 heads": {"H": 32, "B": 64, "tokens": [1] * 10, "lens": LENS},
     "two tokens": {"H": 16, "B": 64, "tokens": [2] * 6, "lens": [3, 100, 640, 5000, 64, 2048]},
     "128 heads, block 16": {"H": 128, "B": 16, "tokens": [1] * 10, "lens": LENS},
+    "128 heads, many": {"H": 128, "B": 64, "tokens": [1] * 60, "lens": [37 * k % 900 + 1 for k in range(60)]},
+    "128 heads, sinks, cap": {"H": 128, "B": 64, "tokens": [3] * 4, "lens": LENS[4:8], "sinks": True, "soft_cap": 9.0},
+    "64 heads, growing": {"H": 64, "B": 64, "tokens": [1] * 4, "lens": [3000, 64, 700, 2000], "slope": 0.06},
+    "128 heads, growing": {"H": 128, "B": 16, "tokens": [4, 1], "lens": [3000, 900], "slope": 0.2},
 }
 OF_FP8 = {
     "16 heads": {"H": 16, "B": 64, "tokens": [1] * 10, "lens": LENS},
@@ -166,7 +170,7 @@ def stored_rows(cache, stored, features):
     return rows, torch.cat([latent.flatten(-2), parts.rotated.double()], -1)
 
 
-def check(H, B, tokens, lens, dtype=torch.bfloat16, padding=0, sinks=False, stored=None, **features):
+def check(H, B, tokens, lens, dtype=torch.bfloat16, padding=0, sinks=False, stored=None, slope=0.0, **features):
     generator = torch.Generator(device=GPU).manual_seed(0)
 
     def normal(*shape):
@@ -185,6 +189,7 @@ def check(H, B, tokens, lens, dtype=torch.bfloat16, padding=0, sinks=False, stor
         first = 0 if window is None else max(0, lens[s] - tokens[s] - window + 1)
         j = torch.arange(needed[s] * B).view(-1, B)
         read[own] = (j >= first) & (j < lens[s])
+        cache[own, :, R] += (slope / scale / math.log2(math.e) * (lens[s] - j)).to(cache)
     cache[~read.to(GPU)] = torch.nan
     cache, numbers = stored_rows(cache, stored, features)
     starts = torch.tensor([0, *tokens]).cumsum(0)

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -23,7 +24,15 @@ from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
     part_with,
     widths_of,
 )
-from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, stage_of, wait_full
+from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, release_each, stage_of, wait_full
+from paged_ops.lowerings.gpu.attention.hopper.softmax import (
+    LEAST,
+    by_threads,
+    rows_by_threads,
+    rows_layout,
+    scaled_if_raised,
+    softmax_tile,
+)
 from paged_ops.lowerings.gpu.attention.hopper.work import OLDEST, field_of, next_tiles, read_item
 from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, keys_of_rows, needs_mask, place_at
 
@@ -47,7 +56,7 @@ class Sums(NamedTuple):
 
     acc: Any  # the sums of weighted values, a tuple: each has some columns
     p16: Any  # the weights of the last tile, whose values are not added yet
-    m: Any  # the largest score of each row
+    m: Any  # the maxima in use, see softmax.py
     l: Any  # each thread's sums of weights
 
 
@@ -77,24 +86,9 @@ def apply_soft_cap(scores, cap):
 
 
 @gluon.jit
-def softmax_tile(qk, m, rows, j, seq_len, MASKED: gl.constexpr, BY_ROWS: gl.constexpr, SPEC: gl.constexpr):
-    """p (unnormalised), m, each thread's sum of p, and the decay of earlier sums; to base 2, with the scale folded into
-    one multiply-add. BY_ROWS: each row has its own factor, or with a soft cap its own cap[1]."""
-    MASKS: gl.constexpr = SPEC.masks
-    SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
-    factor, cap = rows.factor, rows.cap
-    if SOFT_CAP:
-        qk = apply_soft_cap(qk, (cap[0], as_column(cap[1], BY_ROWS)))
-    if MASKED:
-        kept = keep_seen(j[None, :], rows.low[:, None], rows.i[:, None], seq_len, MASKS)
-        qk = gl.where(kept, qk, float("-inf"))
-    m_new = gl.maximum(m, gl.max(qk, 1))
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new) * factor
-    p = gl.exp2(qk * as_column(factor, BY_ROWS and not SOFT_CAP) - shift[:, None])
-    decay = gl.exp2(m * factor - shift)
-    # over the columns of a thread; the threads of a row are summed at the end
-    sums = gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-    return p, m_new, sums, decay
+def hide(scores, low, i, j, seq_len, MASKS: gl.constexpr):
+    """-inf in place of the scores of keys ``j`` that a row does not see."""
+    return gl.where(keep_seen(j[None, :], low[:, None], i[:, None], seq_len, MASKS), scores, float("-inf"))
 
 
 @gluon.jit
@@ -152,12 +146,23 @@ def scaled(acc, factors, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def take_turn(turns, which: gl.constexpr, n):
+    """Wait for a consumer's n-th turn to begin matmuls, if there are turns."""
+    if turns is not None:
+        mbarrier.wait(turns[which].index(0), (n & 1) ^ (which == 0))
+
+
+@gluon.jit
+def pass_turn(turns, which: gl.constexpr):
+    """The other consumer's turn, if there are turns."""
+    if turns is not None:
+        async_copy.mbarrier_arrive(turns[1 - which].index(0), increment_count=False)
+
+
+@gluon.jit
 def release_tile(ring, at, SHAPE: gl.constexpr):
-    """Say that a tile of keys or values is no longer read."""
-    if SHAPE.M > 2 * WARPGROUP:  # each thread for itself, so that none waits
-        async_copy.mbarrier_arrive(ring.empty.index(stage_of(ring, at)), increment_count=False)
-    else:
-        release(ring, at)
+    """Say that a tile of keys or values, whose matmul was waited for, is no longer read."""
+    release_each(ring, at)
 
 
 @gluon.jit
@@ -223,39 +228,45 @@ def zero_hidden(which: gl.constexpr, n, total, item, shared, SPEC: gl.constexpr,
 
 
 @gluon.jit
-def step(sums, at, tile, item, rows, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+def step(
+    sums, at, tile, item, n, rows, batch, which: gl.constexpr, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
     """Computes the scores of the next key tile, the at-th, while the matmul with the previous tile's values runs."""
     K_PARTS: gl.constexpr = SHAPE.k.parts
     V_PARTS: gl.constexpr = SHAPE.v.parts
     MASKS: gl.constexpr = SPEC.masks
+    SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
     BY_ROWS: gl.constexpr = shared.row_factors is not None
     wait_full(shared.k.ring, at)
+    take_turn(shared.turns, which, at - 1 - n)
     s = multiply_keys(shared, rows.tile, at, K_PARTS)
     wait_full(shared.v.ring, at - 1)
     acc = multiply_values(sums.p16, shared.v, at - 1, sums.acc, V_PARTS)
+    pass_turn(shared.turns, which)
     s = warpgroup_mma_wait(len(widths_of(SHAPE.v.parts)), deps=[s])
     release_tile(shared.k.ring, at, SHAPE)
     # A branch, not two loops: ptxas would move the softmax of one block past the wait below, and it would no longer run
     # during the matmul with the values.
     tile = place_at(tile, 1, item.oldest, MASKS, SHAPE.N)
-    masked = needs_mask(tile, item.full_start, item.full_end, MASKS)
-    j = tile * SHAPE.N + gl.arange(0, SHAPE.N, gl.SliceLayout(0, s.type.layout))
-    if masked:
-        own = rows
+    if SOFT_CAP:
+        s = apply_soft_cap(s, (rows.cap[0], as_column(rows.cap[1], BY_ROWS)))
+    if needs_mask(tile, item.full_start, item.full_end, MASKS):
+        j = tile * SHAPE.N + gl.arange(0, SHAPE.N, gl.SliceLayout(0, s.type.layout))
+        low, i = rows.low, rows.i
         if SHAPE.M > 2 * WARPGROUP and not MASKS.ranges:  # again for each such tile, as registers are few
-            layout: gl.constexpr = sums.m.type.layout
-            i = positions(item, rows.which, SPEC.G, layout)
-            low, i = keys_of_rows(i, 0, None, batch.numbers, MASKS)
-            own = Rows(rows.which, rows.tile, i, low, rows.factor, rows.cap)
-        p, m, l_tile, decay = softmax_tile(s, sums.m, own, j, item.seq_len, True, BY_ROWS, SPEC)
+            layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+            low, i = keys_of_rows(positions(item, rows.which, SPEC.G, layout), 0, None, batch.numbers, MASKS)
+        s = hide(s, low, i, j, item.seq_len, MASKS)
+        p, m, l_tile, decay = softmax_tile(s, sums.m, rows.factor, BY_ROWS and not SOFT_CAP)
     else:
-        p, m, l_tile, decay = softmax_tile(s, sums.m, rows, j, item.seq_len, False, BY_ROWS, SPEC)
+        p, m, l_tile, decay = softmax_tile(s, sums.m, rows.factor, BY_ROWS and not SOFT_CAP)
     acc = wait_for(acc, V_PARTS)
     release_tile(shared.v.ring, at - 1, SHAPE)
-    l_layout: gl.constexpr = gl.SliceLayout(1, l_tile.type.layout)
-    l = sums.l * gl.convert_layout(decay, l_layout)[:, None] + l_tile
     p16 = gl.convert_layout(p.to(sums.p16.dtype), sums.p16.type.layout)
-    return Sums(scaled(acc, decay, V_PARTS), p16, m, l)
+    made: gl.tuple = ()
+    for n in gl.static_range(len(acc)):
+        made += (scaled_if_raised(acc[n], decay),)
+    return Sums(made, p16, m, sums.l * decay + l_tile)
 
 
 @gluon.jit
@@ -313,10 +324,13 @@ def store_item(
 
 
 @gluon.jit
-def skip(item, total, shared, SHAPE: gl.constexpr):
-    """Release the tiles of an item if a consumer has no rows in it."""
+def skip(item, total, shared, SHAPE: gl.constexpr, which: gl.constexpr = 0, n=0):
+    """Release the tiles of the n-th item, and pass on its turns, if a consumer has no rows in it."""
     for t in range(item.tiles):
         wait_full(shared.k.ring, total + t)
+        if t > 0:
+            take_turn(shared.turns, which, total + t - 1 - n)
+            pass_turn(shared.turns, which)
         release_tile(shared.k.ring, total + t, SHAPE)
         wait_full(shared.v.ring, total + t)
         release_tile(shared.v.ring, total + t, SHAPE)
@@ -353,25 +367,33 @@ def attend(
             cap = (cap[0], cap[1] * of_rows)
         else:
             factor = factor * of_rows
-    rows = Rows(which, n % ROW_SLOTS * (SHAPE.M // WARPGROUP) + which, i, low, factor, cap)
-    m = gl.full([WARPGROUP], float("-inf"), gl.float32, s_rows)
-    sink = m
+    sink = gl.full([WARPGROUP], float("-inf"), gl.float32, s_rows)
     if SPEC.logits.sinks:
         head = (which * WARPGROUP + gl.arange(0, WARPGROUP, s_rows)) % SPEC.G
         sink = gl.load(tensors.sinks + item.kh * SPEC.G + head) * LOG2E
         if shared.places is not None:  # the first part includes the sink
             sink = gl.where((place < 0) | (place % 2 == 1), sink, float("-inf"))
-        m = sink / factor
     acc = zero_sums(WIDTHS)
 
     # the last tile first: it needs the mask
     if shared.rows_full is not None and not BY_ROWS:
         wait_full(shared.rows_full, n)
     wait_full(shared.k.ring, total)
-    s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, rows.tile, total, K_PARTS)])
+    q_tile = n % ROW_SLOTS * (SHAPE.M // WARPGROUP) + which
+    s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, q_tile, total, K_PARTS)])
     release_tile(shared.k.ring, total, SHAPE)
+    if SOFT_CAP:
+        s = apply_soft_cap(s, (cap[0], as_column(cap[1], BY_ROWS)))
     j = place_at((item.end_tile - 1) * N, N, item.oldest, MASKS, N) + gl.arange(0, N, gl.SliceLayout(0, s_layout))
-    p, m, l, _decay = softmax_tile(s, m, rows, j, item.seq_len, True, BY_ROWS, SPEC)
+    s = hide(s, low, i, j, item.seq_len, MASKS)
+    four: gl.constexpr = rows_layout(by_threads(s).type.layout)
+    m = gl.full([WARPGROUP, 4], LEAST, gl.float32, four)
+    if SPEC.logits.sinks:
+        m = rows_by_threads(gl.maximum(sink, LEAST), four)
+    if BY_ROWS and not SOFT_CAP:
+        factor = rows_by_threads(factor, four)
+    rows = Rows(which, q_tile, i, low, factor, cap)
+    p, m, l, _decay = softmax_tile(s, m, factor, BY_ROWS and not SOFT_CAP)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout(WIDTHS[0]), 2)
     p16 = gl.convert_layout(p.to(shared.q_tiles[0].dtype), p_layout)
     # values past the sequence may be NaN: the first warpgroup zeroes them once
@@ -393,25 +415,26 @@ def attend(
     if MASKS.first:
         at = gl.minimum(gl.maximum(item.end_tile - item.oldest // N, 1), item.tiles)
     for t in range(1, at):
-        sums = step(sums, total + t, item.end_tile - 1 - t, item, rows, batch, shared, SPEC, SHAPE)
+        sums = step(sums, total + t, item.end_tile - 1 - t, item, n, rows, batch, which, shared, SPEC, SHAPE)
     if MASKS.window or MASKS.chunk:
         zero_hidden(which, n, total, item, shared, SPEC, SHAPE)
     if MASKS.first:
         for t in range(at, item.tiles):
-            sums = step(sums, total + t, item.end_tile - 1 - t, item, rows, batch, shared, SPEC, SHAPE)
+            sums = step(sums, total + t, item.end_tile - 1 - t, item, n, rows, batch, which, shared, SPEC, SHAPE)
     release(shared.item_ring, n)
     wait_full(shared.v.ring, last)
     acc = wait_for(multiply_values(sums.p16, shared.v, last, sums.acc, V_PARTS), V_PARTS)
     release_tile(shared.v.ring, last, SHAPE)
 
     l = gl.convert_layout(gl.sum(sums.l, 1), s_rows)
+    m = gl.convert_layout(gl.max(sums.m, 1), s_rows)
     if SPEC.logits.sinks:
-        l += gl.where(sink > float("-inf"), gl.exp2(sink - sums.m * factor), 0.0)
+        l += gl.where(sink > float("-inf"), gl.exp2(sink - m), 0.0)
     seen = l != 0.0
     share = gl.where(seen, 1.0 / gl.where(seen, l, 1.0), 0.0)
     if tensors.v_scale is not None:
         share *= gl.load(tensors.v_scale)
-    lse2 = gl.where(seen, sums.m * factor + gl.log2(gl.where(seen, l, 1.0)), float("-inf"))
+    lse2 = gl.where(seen, m + gl.log2(gl.where(seen, l, 1.0)), float("-inf"))
     acc = scaled(acc, share, V_PARTS)
     if shared.places is None:
         store_item(acc, lse2, item, 0, batch, which, False, SPEC, SHAPE)
@@ -431,7 +454,7 @@ def consumer(which: gl.constexpr, batch, shared, SPEC: gl.constexpr, SHAPE: gl.c
     while tiles > 0:
         item = read_item(shared, n, tiles, 4)
         if which * WARPGROUP >= gl.minimum(SHAPE.M // SPEC.G, item.q_len - item.first_token) * SPEC.G:
-            skip(item, total, shared, SHAPE)
+            skip(item, total, shared, SHAPE, which, n)
             release(shared.item_ring, n)
         else:
             attend(item, n, total, factor, cap, which, batch, shared, SPEC, SHAPE)

@@ -39,11 +39,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense, ring
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
-from paged_ops.lowerings.gpu.attention.hopper.consumer import factor_of
+from paged_ops.lowerings.gpu.attention.hopper.consumer import apply_soft_cap, factor_of
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import tile_layout
 from paged_ops.lowerings.gpu.attention.hopper.latent_roles import LatentShape, Messages
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, Described, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing
+from paged_ops.lowerings.gpu.attention.hopper.softmax import (
+    LEAST,
+    by_threads,
+    rows_by_threads,
+    rows_layout,
+    scaled_if_raised,
+    softmax_tile,
+)
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
@@ -55,6 +63,7 @@ from paged_ops.lowerings.gpu.target import TRITON, Target
 
 ROWS = 64  # packed query rows of a unit
 KEYS = 64  # of a tile
+START = 192  # the cost of beginning a unit, in keys
 LATENT, ROTATED = 512, 64  # columns
 KEY_BYTES = gl.constexpr(2 * (LATENT + ROTATED))
 HALF = gl.constexpr(LATENT // 2)
@@ -102,7 +111,10 @@ def plan_of(rows: int, spec: Spec, target: Target, shapes: Shapes) -> Choice | s
     if not (shapes.numbers.scale > 0 and shapes.columns and shapes.aligned and 0 < cache_rows < 1 << 31):
         return NOT_TMA
     apart = K > 1 and target.processors % K == 0
-    return shapes.T, tuning.division(rows, shapes.S, everyone=True)._replace(heads_apart=apart, aligned=True)
+    # Where programs may begin several units, shares count the cost.
+    start = START // KEYS if 4 * shapes.S * K >= target.processors else 0
+    division = tuning.division(rows, shapes.S, everyone=True)
+    return shapes.T, division._replace(heads_apart=apart, aligned=True, start=start)
 
 
 def packed(spec: Spec, rows: int) -> Spec:
@@ -191,8 +203,10 @@ def send_weights(qk, m, l, rows, tile, at, sent, shared, SPEC: gl.constexpr, SHA
     """Send the weights of a tile. Returns the maxima and the totals."""
     N: gl.constexpr = SHAPE.N
     begin = tile * N
+    if SPEC.logits.soft_cap:
+        qk = apply_soft_cap(qk, rows.cap)
     if roles.is_masked(rows, tile, SPEC):
-        p, m_new, totals, decay = roles.softmax_tile(qk, m, rows, begin, 0, True, 1, True, False, SPEC)
+        qk = gl.where(roles.keep(qk, rows, begin, 1, SPEC), qk, float("-inf"))
         if roles.has_unseen(rows, begin, N):
             layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
             for half in gl.static_range(1, 3):
@@ -200,13 +214,12 @@ def send_weights(qk, m, l, rows, tile, at, sent, shared, SPEC: gl.constexpr, SHA
                 for key in gl.static_range(0, N, 8):
                     roles.zero_unseen(latents.slice(key, 8, dim=0), begin + key, rows, layout)
             fence_async_shared()  # only here: it takes hundreds of clocks, and threads read the weights themselves
-    else:
-        p, m_new, totals, decay = roles.softmax_tile(qk, m, rows, begin, 0, False, 1, True, False, SPEC)
+    p, m, totals, decay = softmax_tile(qk, m, rows.factor, False)
     ring.wait_empty(shared.messages.ring, sent)
     shared.messages.weights.store(p.to(shared.messages.weights.dtype))
-    roles.send_factors(shared.messages, sent, decay, m_new, m)
+    shared.messages.factors.store(decay)
     ring.fill(shared.messages.ring, sent)
-    return m_new, l * gl.convert_layout(decay, gl.SliceLayout(1, l.type.layout))[:, None] + totals
+    return m, l * decay + totals
 
 
 @gluon.jit
@@ -221,20 +234,24 @@ def score_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
     r = gl.arange(0, M, row_layout)
     rows = roles.rows_of(part, r, factor, cap, batch.numbers, SPEC, SHAPE)
     zero = gl.full([M, N], 0.0, gl.float32, layout)
-    m = gl.full([M], float("-inf"), gl.float32, row_layout)
-    l = gl.sum(gl.sum(zero.reshape([M, N // 8, 4, 2]), 3), 1)
+    four: gl.constexpr = rows_layout(by_threads(zero).type.layout)
+    m = gl.full([M, 4], LEAST, gl.float32, four)
+    l = gl.full([M, 4], 0.0, gl.float32, four)
     ring.wait_full(shared.q_ring, n)
     for t in range(part.seen):
         qk = multiply_keys(total + t, shared, zero)
-        ring.release(shared.tiles[0].ring, total + t)
+        ring.release_each(shared.tiles[0].ring, total + t)
         if t == part.seen - 1:
             ring.release(shared.q_ring, n)
         m, l = send_weights(qk, m, l, rows, part.tile + t, total + t, sent, shared, SPEC, SHAPE)
         sent += 1
     l_ = gl.convert_layout(gl.sum(l, 1), row_layout)
-    m, l_, decay = roles.add_sink(m, l_, part, r, batch.tensors, SPEC)
-    roles.send_last(shared.messages, sent, roles.normalizer(l_, decay))
-    roles.store_part((), None, roles.lse2_of(m, l_), part, r, batch.tensors, 0, 1, SPEC, SHAPE)
+    m_ = gl.convert_layout(gl.max(m, 1), row_layout)
+    m_, l_, decay = roles.add_sink(m_, l_, part, r, batch.tensors, SPEC)
+    ring.wait_empty(shared.messages.ring, sent)
+    shared.messages.factors.store(rows_by_threads(roles.normalizer(l_, decay), four))
+    ring.fill(shared.messages.ring, sent)
+    roles.store_part((), None, roles.lse2_of(m_, l_), part, r, batch.tensors, 0, 1, SPEC, SHAPE)
     return Counts(n + 1, total + part.seen, sent + 1)
 
 
@@ -252,22 +269,23 @@ def sum_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.co
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     acc0 = gl.full([M, WIDTH], 0.0, gl.float32, layout)
     acc1 = acc0
+    four: gl.constexpr = rows_layout(by_threads(acc0).type.layout)
     for t in range(part.seen):
         ring.wait_full(latents.ring, total + t)
         ring.wait_full(messages.ring, received)
-        decay, changed = roles.load_factors(messages, received, row_layout)
+        factors = messages.factors.load(four)
         p = messages.weights.load(gl.DotOperandLayout(0, layout, 2))
         ring.release(messages.ring, received)
         received += 1
-        if changed != 0:
-            acc0 = acc0 * decay[:, None]
-            acc1 = acc1 * decay[:, None]
+        acc0, acc1 = scaled_if_raised(acc0, factors), scaled_if_raised(acc1, factors)
         tile = latents.tiles.index(ring.stage_of(latents.ring, total + t))
         acc0 = warpgroup_mma(p, tile.slice(0, WIDTH, dim=1), acc0, is_async=True)
         acc1 = warpgroup_mma(p, tile.slice(WIDTH, WIDTH, dim=1), acc1, is_async=True)
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-        ring.release(latents.ring, total + t)
-    factor = roles.receive_last(messages, received, row_layout)
+        ring.release_each(latents.ring, total + t)
+    ring.wait_full(messages.ring, received)
+    factor = gl.convert_layout(gl.max(messages.factors.load(four), 1), row_layout)
+    ring.release(messages.ring, received)
     r = gl.arange(0, M, row_layout)
     acc = (acc0 * factor[:, None], acc1 * factor[:, None])
     roles.store_part(acc, None, None, part, r, batch.tensors, FIRST, 1, SPEC, SHAPE)
@@ -281,7 +299,7 @@ def tiles_of(dtype: gl.constexpr, WIDTH: gl.constexpr, SHAPE: gl.constexpr):
     shape: gl.constexpr = [SHAPE.stages * PAGES, SHAPE.page // 8, WIDTH // 64, 8, 64]
     pages = gl.allocate_shared_memory(dtype, shape, gl.NVMMASharedLayout(128, 16, 4))
     tiles = reinterpret(pages, dtype, [SHAPE.stages, SHAPE.N, WIDTH], tile_layout(SHAPE.N, WIDTH))
-    return TileRing(pages, tiles, ring.ring_of(SHAPE.stages, PAGES, 1))
+    return TileRing(pages, tiles, ring.ring_of(SHAPE.stages, PAGES, 128))
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
@@ -298,16 +316,14 @@ def latent_hopper_kernel(
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     M: gl.constexpr = SHAPE.M
     row_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_left = gl.allocate_shared_memory(dtype, [M, HALF], row_layout)
     q_right = gl.allocate_shared_memory(dtype, [M, HALF], row_layout)
     q_rotated = gl.allocate_shared_memory(dtype, [M, SPEC.rotated.size], row_layout)
     weights = gl.allocate_shared_memory(dtype, [M, SHAPE.N], row_layout)
-    factors = gl.allocate_shared_memory(gl.float32, [1, M], vector)
-    changed = gl.allocate_shared_memory(gl.int32, [1, 4], vector)
+    factors = gl.allocate_shared_memory(gl.float32, [M, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     left, right = tiles_of(dtype, HALF, SHAPE), tiles_of(dtype, HALF, SHAPE)
     tiles = tiles_of(dtype, SPEC.rotated.size, SHAPE), left, right
-    messages = Messages(weights, factors, changed, ring.ring_of(1, 1, 2))
+    messages = Messages(weights, factors, None, ring.ring_of(1, 1, 2))
     shared = LatentMemory((q_rotated, q_left, q_right), ring.ring_of(1, 1, 1), tiles, messages)
     fence_async_shared()
     batch = Batch(tensors, numbers, None)

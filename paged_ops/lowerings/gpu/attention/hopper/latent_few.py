@@ -181,11 +181,11 @@ def attend(
         at, begin = counts.tiles + t, (part.tile + t) * N
         qk = STEPS.multiply_keys(part, counts, t, zero, shared, SHAPE)
         if roles.is_masked(rows, part.tile + t, SPEC):
-            p, m, _, decay = roles.softmax_tile(qk, m, rows, begin, 0, True, 0, False, False, SPEC)
+            p, m, _, decay = roles.softmax_tile(qk, m, rows, begin, 0, True, False, False, SPEC)
             if roles.has_unseen(rows, begin, N):
                 STEPS.zero_unseen(at, begin, rows, shared, SHAPE)
         else:
-            p, m, _, decay = roles.softmax_tile(qk, m, rows, begin, 0, False, 0, False, False, SPEC)
+            p, m, _, decay = roles.softmax_tile(qk, m, rows, begin, 0, False, False, False, SPEC)
         l = l * decay[None, :] + p
         shared.weights.permute((1, 0)).store(p.to(shared.weights.dtype))
         fence_async_shared()

@@ -246,9 +246,9 @@ def score_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
         if t == part.seen - 1:
             ring.release(shared.q_ring, n)
         if roles.is_masked(rows, tile, SPEC):
-            p, m_new, totals, decay = roles.softmax_tile(qk, m, rows, tile * N, exponent, True, 0, True, True, SPEC)
+            p, m_new, totals, decay = roles.softmax_tile(qk, m, rows, tile * N, exponent, True, True, True, SPEC)
         else:
-            p, m_new, totals, decay = roles.softmax_tile(qk, m, rows, tile * N, exponent, False, 0, True, True, SPEC)
+            p, m_new, totals, decay = roles.softmax_tile(qk, m, rows, tile * N, exponent, False, True, True, SPEC)
         ring.wait_empty(messages.ring, sent)
         store_weights(p, scales, exponent, ring.stage_of(messages.ring, sent), messages.weights, SCALED)
         roles.send_factors(messages, sent, decay, m_new, m)

@@ -168,8 +168,7 @@ def finite(m):
 
 @gluon.jit
 def softmax_tile(
-    qk, m, rows, begin, exponent, MASKED: gl.constexpr, AXIS: gl.constexpr, LAZY: gl.constexpr, BY_ROWS: gl.constexpr,
-    SPEC: gl.constexpr,
+    qk, m, rows, begin, exponent, MASKED: gl.constexpr, LAZY: gl.constexpr, BY_ROWS: gl.constexpr, SPEC: gl.constexpr
 ):  # fmt: skip
     """The weights of a tile of scores (unnormalised, to base 2), each row's maximum in use, each thread's totals of
     weights, and the factor of the accumulators. BY_ROWS: each row has its own factor of scores.
@@ -184,9 +183,9 @@ def softmax_tile(
     APPLIED: gl.constexpr = BY_ROWS and (SOFT_CAP or SCALED)  # the factor, before the maximum
     factor = rows.factor
     if BY_ROWS:
-        factor = gl.expand_dims(factor, AXIS)
+        factor = factor[None, :]
     if MASKED:
-        kept = keep(qk, rows, begin, AXIS, SPEC)
+        kept = keep(qk, rows, begin, 0, SPEC)
     if APPLIED:
         qk = qk * factor
     if SOFT_CAP:
@@ -195,11 +194,7 @@ def softmax_tile(
         qk += (exponent - 126).to(gl.float32)[:, None]
     if MASKED:
         qk = gl.where(kept, qk, float("-inf"))
-    if AXIS == 1:  # over a thread's pairs of columns first: chains of maxima are half as long
-        largest = gl.max(gl.max(qk.reshape([qk.shape[0], qk.shape[1] // 8, 4, 2]), 1), 2)
-        largest = gl.convert_layout(gl.max(largest, 1), m.type.layout)
-    else:
-        largest = gl.max(qk, 0)
+    largest = gl.max(qk, 0)
     if not APPLIED:
         largest = largest * rows.factor
         qk = qk * factor
@@ -207,15 +202,12 @@ def softmax_tile(
     if LAZY:
         m_new = gl.where(m_new > m + SLACK, m_new, m)
     shift = finite(m_new)
-    p = gl.exp2(qk - gl.expand_dims(shift, AXIS))
+    p = gl.exp2(qk - shift[None, :])
     # Over the keys of a thread; the threads of a row are added at the end.
-    if AXIS == 1:
-        totals = gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-    else:
-        weights = p
-        if SCALED:
-            weights = p * ((253 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
-        totals = gl.sum(weights.reshape([p.shape[0] // 16, 2, 8, p.shape[1]]), 1)
+    weights = p
+    if SCALED:
+        weights = p * ((253 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
+    totals = gl.sum(weights.reshape([p.shape[0] // 16, 2, 8, p.shape[1]]), 1)
     return p, m_new, totals, gl.exp2(m - shift)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 
 class Ring(NamedTuple):
@@ -88,3 +88,10 @@ def fill(ring, n):
 def release(ring, n):
     """Arrive once to say that the n-th filling is no longer read."""
     mbarrier.arrive(ring.empty.index(n % ring.full.shape[0]), count=1)
+
+
+@gluon.jit
+def release_each(ring, n):
+    """The same by every thread, so that no warp waits for another. What a thread read must be in its registers, or the
+    matmul that read it must have been waited for."""
+    async_copy.mbarrier_arrive(ring.empty.index(n % ring.full.shape[0]), increment_count=False)
