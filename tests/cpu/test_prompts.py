@@ -130,6 +130,13 @@ def test_padding_of_the_batch(served):
     assert not any(served)
 
 
+def test_no_sequences(served):
+    args, _ = prompts()
+    none = args[2][:0], args[3][:0], args[4][:1], args[5]
+    assert not paged_ops.paged_attention(*args[:2], *none).any()
+    assert not served
+
+
 def test_a_compiler_that_comes_later(served, monkeypatch):
     args, _ = prompts()
     paged_ops.paged_attention(*args)

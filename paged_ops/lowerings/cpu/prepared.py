@@ -194,9 +194,9 @@ class Prompts:
     def serves(query: Tensor, paged: PagedKV, stored: torch.dtype, args: tuple[Any, ...], f: Features) -> bool:
         """Whether a batch of these shapes may be such prompts, and neither formats nor features need other ops."""
         _, block_tables, seq_lens, _, scale = args
-        (T, _, D), S, (_, B, K, _, x) = query.shape, max(len(seq_lens), 1), paged.key.shape
-        n = T // S
-        fits = n * S == T and n <= block_tables.shape[1] * B and T * K * D * 4 <= PROMPT_BYTES
+        (T, _, D), S, (_, B, K, _, x) = query.shape, len(seq_lens), paged.key.shape
+        n = T // max(S, 1)
+        fits = 0 < n * S == T and n <= block_tables.shape[1] * B and T * K * D * 4 <= PROMPT_BYTES
         whole = x == D == paged.value_head_size and paged.key.stride(4) == paged.value.stride(3) == 1
         alike = query.dtype == stored and stored in (torch.bfloat16, torch.float32)
         plain = in_use(f) <= {"value_cache", "sliding_window", "attention_chunk"} and scale >= SMALLEST
