@@ -89,7 +89,7 @@ class Engine:
             model=str(folder),
             load_format="dummy",
             skip_tokenizer_init=True,
-            dtype="float32" if on_cpu else args.dtype,
+            dtype=args.dtype or ("float32" if on_cpu else "bfloat16"),
             seed=0,
             max_model_len=args.longest or (512 if self.tiny else 16384),
             tensor_parallel_size=args.tensor_parallel,
@@ -429,7 +429,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--graphs", default="FULL_AND_PIECEWISE", help="vLLM's cudagraph_mode")
     parser.add_argument("--chunk", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--block-size", type=int, default=None, help="tokens a block; vLLM's default without it")
-    parser.add_argument("--dtype", default="bfloat16", help="of weights and cache; float32 on the CPU")
+    parser.add_argument("--dtype", default=None, help="of weights and cache: bfloat16, or float32 on the CPU")
     parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's name")
     parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")
     parser.add_argument("--cache", type=int, default=None, help="GiB of the cache on each GPU, instead of a share")

@@ -45,6 +45,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 16384,
         "rope_theta": 10000.0,
     },
+    "four-layers": {  # for one core of a CPU: attention is a large part of a step
+        "vocab_size": 512,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 2048,
+        "rope_theta": 10000.0,
+    },
     "tiny": {
         "vocab_size": 512,
         "hidden_size": 128,

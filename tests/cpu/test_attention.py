@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import paged_ops
 from paged_ops import BlockSparse, reference, testing
 from paged_ops.lowerings.cpu import attention as cpu
-from paged_ops.lowerings.cpu import fused
+from paged_ops.lowerings.cpu import fused, prepared
 
 OP = "paged_attention_with_lse"
 FEATURES = {
@@ -30,6 +30,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(fused, "compiled", lambda: None)
     monkeypatch.setattr(cpu, "SCRATCH_BYTES", 3 * 16 * 2 * 64 * 4)
     monkeypatch.setattr(cpu, "PREFILL_BYTES", 3 * 16 * 2 * 64 * 4)
+    monkeypatch.setattr(prepared.Prompts, "serves", lambda *args: False)
     monkeypatch.setattr(cpu, "TILE_ELEMENTS", 8 * 48 * 5)
     monkeypatch.setattr(cpu, "MASKED_ROWS", 7)
 

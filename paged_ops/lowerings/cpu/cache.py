@@ -184,11 +184,11 @@ def bytes_of_fp8(paged: PagedKV) -> PagedKV:
 
 
 def take(cache: Tensor, blocks: Tensor, out: Tensor) -> Tensor:
-    """``cache[blocks]`` into out, in parallel (index_select is serial), 16 bytes at a time where rows allow it."""
-    wide_cache, wide_out = cache, out
-    if cache.stride(-1) == out.stride(-1) == 1:
-        steps = ((each.shape[-1], each.storage_offset(), *each.stride()[:-1]) for each in (cache, out))
-        if math.gcd(*itertools.chain(*steps)) % (16 // cache.element_size()) == 0:
+    """``cache[blocks]`` into out; of a cache that packs 16 bytes of a key, 16 bytes at a time if addresses allow it."""
+    wide_cache, wide_out, itemsize = cache, out, cache.element_size()
+    if cache.shape[-1] * itemsize == 16 and cache.stride(-1) == out.stride(-1) == 1:
+        steps = ((each.storage_offset(), *each.stride()[:-1]) for each in (cache, out))
+        if math.gcd(*itertools.chain(*steps)) * itemsize % 16 == 0:
             wide_cache, wide_out = cache.view(torch.complex128), out.view(torch.complex128)
-    torch.ops.aten.index.Tensor_out(wide_cache, [blocks], out=wide_out)
+    torch.index_select(wide_cache, 0, blocks, out=wide_out)
     return out

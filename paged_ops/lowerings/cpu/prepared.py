@@ -1,18 +1,20 @@
 """Prepared attention calls: a call with the shapes, strides, dtypes and features of an earlier one needs one look-up
-and one call of the C++ function, which checks the values of the batch.
+and one call of the C++ function, which checks the values of the batch. Where the C++ function does not serve them,
+prompts of one length need one look-up and few torch ops.
 
 The checks in Python take 0.1 ms, longer than the C++ function needs for a short sequence.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paged_ops import masks
-from paged_ops.features import Features, in_use, with_value_scale
+from paged_ops.features import SMALLEST, Features, in_use, with_value_scale
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.cpu import fused, processor
 
@@ -22,7 +24,9 @@ FLASH = (masks.NAMES - {"block_sparse"}) | {
 }
 # If only the flash kernel uses the matrix unit (AMX) for bfloat16, it serves sequences of more than MATRIX_ROWS rows.
 MATRIX_ROWS = 32
-_prepared: dict[Any, Prepared] = {}  # by signature
+# Bytes of keys in float32, and of values, that prompts gather at once.
+PROMPT_BYTES = 1 << 24
+_prepared: dict[Any, Prepared | Prompts] = {}  # by signature
 MOST_PREPARED = 1024
 _ONE, _TWO = (None,), (None, None)  # results that are not given
 # Features that are tensors of numbers, one per head, or of ranges.
@@ -75,8 +79,8 @@ def repeat_with_lse(
 def first(
     query: Tensor, args: tuple[Any, ...], features: dict[str, Any], *results: Tensor
 ) -> tuple[Tensor, ...] | None:
-    """Prepare and run a call that passed the static checks. None if the C++ function does not serve the whole call, or
-    if a value of the batch is invalid."""
+    """Prepare and run a call that passed the static checks. None if neither class below serves the whole call, or if a
+    value of the batch is invalid."""
     kv_cache, _, seq_lens, query_start_loc, _ = args
     f = with_value_scale(Features(**features), kv_cache)
     paged, stored = (
@@ -84,16 +88,27 @@ def first(
         element_dtype(kv_cache, f.kv_cache_dtype),
     )
     plain = query.stride(2) == 1 and seq_lens.is_contiguous() and query_start_loc.is_contiguous()
-    if not (plain and f.output_scale is None and query.numel() and paged.key.numel() and fused.serves(stored, f)):
+    if not (plain and f.output_scale is None and query.numel() and paged.key.numel()):
         return None
     flash = in_use(f) <= FLASH and paged.head_size == paged.value_head_size
-    if flash_serves_long(flash, query.dtype) and len(query) > MATRIX_ROWS:
+    known: Prepared | Prompts
+    if fused.serves(stored, f) and not (flash_serves_long(flash, query.dtype) and len(query) > MATRIX_ROWS):
+        known = Prepared(query, paged, stored, args, f)
+    elif Prompts.serves(query, paged, stored, args, f):
+        known = Prompts(query, paged, len(seq_lens))
+    else:
         return None
     if len(_prepared) >= MOST_PREPARED:
         _prepared.clear()
-    known = Prepared(query, paged, stored, args, f)
     _prepared[signature((query, *args), features)] = known
-    return known.attend((query, *args), features, results)
+    if isinstance(known, Prepared):
+        return known.attend((query, *args), features, results)
+    made = known.attend((query, *args), features, (None,) * len(results))
+    if made is None:
+        return None
+    for result, each in zip(results, made, strict=True):
+        result.copy_(each)
+    return results
 
 
 def flash_serves_long(flash: bool, dtype: torch.dtype) -> bool:
@@ -167,6 +182,59 @@ class Prepared:
         end = start + extent(result)
         vectors = [features[name] for name in self._vectors if features.get(name) is not None]
         return any(start < each.data_ptr() + extent(each) and each.data_ptr() < end for each in vectors)
+
+
+class Prompts:
+    """A checked call whose sequences are prompts of one length without earlier keys: PyTorch's flash kernel attends to
+    all of them at once. For calls that the C++ function does not serve."""
+
+    __slots__ = ("_blocks", "_compiled", "_lens", "_rows", "_starts")
+
+    @staticmethod
+    def serves(query: Tensor, paged: PagedKV, stored: torch.dtype, args: tuple[Any, ...], f: Features) -> bool:
+        """Whether a batch of these shapes may be such prompts, and neither formats nor features need other ops."""
+        _, block_tables, seq_lens, _, scale = args
+        (T, _, D), S, (_, B, K, _, x) = query.shape, len(seq_lens), paged.key.shape
+        n = T // max(S, 1)
+        fits = 0 < n * S == T and n <= block_tables.shape[1] * B and T * K * D * 4 <= PROMPT_BYTES
+        whole = x == D == paged.value_head_size and paged.key.stride(4) == paged.value.stride(3) == 1
+        alike = query.dtype == stored and stored in (torch.bfloat16, torch.float32)
+        plain = in_use(f) <= {"value_cache", "sliding_window", "attention_chunk"} and scale >= SMALLEST
+        return fits and whole and alike and plain and not masks.oldest_key(n - 1, f.sliding_window, f.attention_chunk)
+
+    def __init__(self, query: Tensor, paged: PagedKV, S: int) -> None:
+        n, B, width = len(query) // S, paged.block_size, math.prod(paged.key.shape[2:])
+        self._lens, self._starts, self._blocks = [n] * S, [*range(0, n * S + 1, n)], -(-n // B)
+        self._rows = 2, S * self._blocks, B, width + 64 // query.element_size()  # as in attention._Plane
+        self._compiled = fused.compiled()
+
+    def attend(
+        self, args: tuple[Any, ...], features: dict[str, Any], results: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor, ...] | None:
+        """New results. None if these are other sequences, a value of the batch is invalid, or results are given:
+        whether they share memory with another tensor must be checked."""
+        query, kv_cache, block_tables, seq_lens, query_start_loc, scale = args
+        if results[0] is not None or fused.compiled() is not self._compiled:
+            return None
+        if seq_lens.tolist() != self._lens or query_start_loc.tolist() != self._starts:
+            return None
+        if query.dtype == torch.float32 != processor.matmul_dtype():
+            return None
+        paged, S, n = paged_kv(kv_cache, features.get("value_cache")), len(self._lens), self._lens[0]
+        (_, H, D), K, blocks = query.shape, paged.num_kv_heads, block_tables[:, : self._blocks].flatten()
+        rows = query.new_empty(self._rows)[..., : K * D].unflatten(3, (K, D))
+        try:
+            for plane, to in zip((paged.key.squeeze(3), paged.value), rows, strict=True):
+                torch.index_select(plane, 0, blocks, out=to)
+        except IndexError:
+            return None
+        k, v = rows.view(2, S, -1, K, D)[:, :, :n].transpose(2, 3)
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = flash(query.view(S, n, H, D).transpose(1, 2), k, v, is_causal=True, scale=scale)
+        if not math.isfinite(out[:, :, -1].sum()):  # perhaps from keys or values that a row does not see
+            return None
+        out = out.transpose(1, 2).reshape(query.shape)
+        return (out,) if len(results) == 1 else (out, lse.transpose(1, 2).flatten(0, 1).float().contiguous())
 
 
 def extent(tensor: Tensor) -> int:

