@@ -91,8 +91,10 @@ class Spec(NamedTuple):
     token_scales: bool  # whether blocks hold a scale per token
     eight_bits: bool
     paired: bool  # whether two 8-bit elements are loaded as 16 bits
+    e4m3: bool  # their format, then
     weighted: bool  # whether the columns of a tile have factors
     dtypes: tuple[str, ...]  # of query, cache and weights
+    by_tma: bool  # whether indexer_hopper.py serves tokens without neighbours
 
 
 class Tile(NamedTuple):
@@ -148,6 +150,7 @@ def select_keys(
     tensors = Pointers(
         selected, scores, listed, maxima, index_query, cache, block_tables, lens, starts, o.weights, o.k_scale
     )
+    described = described_keys(spec, tile, cache)
     tiles = width // tile.E
     most, fewest = PROGRAMS * target.processors, FEWEST * target.processors
     if target.backend == "interpreter":
@@ -157,11 +160,12 @@ def select_keys(
         numbers = (float(o.scale), S, block_tables.stride(0), first, stop, width, k)
         groups = -(-(stop - first) // tile.TOK)
         parts = max(-(-fewest // groups), min(-(-most // groups), tiles // TILES))
-        score((groups, min(parts, tiles, 65535), 1), tensors, numbers)
+        score((groups, min(parts, tiles, 65535), 1), tensors, numbers, *described)
         select(((stop - first) * G, 1, 1), tensors, numbers)
     for sizes in precompile.sizes_for(score):
-        for other in launchers_of(spec, *sizes, target)[1:]:
-            other(NO_PROGRAMS, tensors, numbers)
+        other, *others = launchers_of(spec, *sizes, target)
+        for kernel, more in zip(others, (described_keys(spec, other, cache), ()), strict=True):
+            kernel(NO_PROGRAMS, tensors, numbers, *more)
     return selected
 
 
@@ -170,11 +174,25 @@ def launchers_of(spec: Spec, T: int, S: int, target: Target) -> tuple[Tile, Laun
     tile, launch = tile_of(spec, T, S, target)
     at_once = INTERPRETER_AT_ONCE if target.backend == "interpreter" else AT_ONCE
     shared = {"SPEC": spec, "TILE": tile, **target.overlap()}
-    score = launcher_of(scores_kernel, {**shared, **launch}, target.device)
+    kernel, constants = scores_kernel, launch
+    if spec.by_tma and tile.TOK == 1:
+        from paged_ops.lowerings.gpu import indexer_hopper
+
+        kernel, constants = indexer_hopper.scores_hopper_kernel, indexer_hopper.CONSTANTS
+    score = launcher_of(kernel, {**shared, **constants}, target.device)
     select = launcher_of(
         select_kernel, {**shared, "AT_ONCE": at_once, "SCAN": at_once // SCANS, "num_warps": WARPS}, target.device
     )
     return tile, score, select
+
+
+def described_keys(spec: Spec, tile: Tile, cache: Tensor) -> tuple[Any, ...]:
+    """The cache for TMA, where the kernel of the scores loads keys by TMA."""
+    if not (spec.by_tma and tile.TOK == 1):
+        return ()
+    from paged_ops.lowerings.gpu import indexer_hopper
+
+    return (indexer_hopper.describe(spec, cache),)
 
 
 def too_large(heads: int | None, Di: int | None, block_size: int | None) -> list[str]:
@@ -203,7 +221,7 @@ def spec_of(index_query: Tensor, index_cache: Tensor, block_tables: Tensor, o: I
         stored = E4M3FN.value  # on every device
     eight_bits = cache.dtype.itemsize == 1
     in_pairs = d == 1 and not (n | b | keys.shape[2] | keys.data_ptr()) & 1
-    return Spec(
+    spec = Spec(
         heads=index_query.shape[1],
         per_head=o.per_head,
         key=Side(keys.shape[2], keys.shape[2], 1, n, b, 0, 0, d, None),
@@ -221,9 +239,16 @@ def spec_of(index_query: Tensor, index_cache: Tensor, block_tables: Tensor, o: I
         token_scales=token_scales,
         eight_bits=eight_bits,
         paired=eight_bits and cache.dtype != torch.uint8 and dtypes[0].itemsize == 2 and in_pairs,
+        e4m3=cache.dtype == torch.float8_e4m3fn,
         weighted=o.weights is not None or (eight_bits and dtypes[0] == torch.bfloat16),
         dtypes=tuple(map(dtype_name, dtypes)),
+        by_tma=False,
     )
+    if not target.has_hopper_gluon:
+        return spec
+    from paged_ops.lowerings.gpu import indexer_hopper
+
+    return spec._replace(by_tma=indexer_hopper.serves(o, spec, keys))
 
 
 def _readable(index_cache: Tensor, o: IndexOptions, target: Target) -> Tensor:
