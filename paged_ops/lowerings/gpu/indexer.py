@@ -15,11 +15,14 @@ GFLOP, and writes 36 MB.
 **Workspace.** 8 bytes per entry and 4 per chunk for each list. Rows are processed in groups that need at most WORKSPACE
 bytes: the number of launches depends on T, G and the columns of the block table, not on values.
 
+On Hopper a kernel in Gluon scores decode: indexer_hopper.py.
+
 Times: benchmarks/notes/gpu-designs.md.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -150,22 +153,24 @@ def select_keys(
     tensors = Pointers(
         selected, scores, listed, maxima, index_query, cache, block_tables, lens, starts, o.weights, o.k_scale
     )
-    described = described_keys(spec, tile, cache)
+    hopper = hopper_of(spec, tile)
+    described = hopper.describe(spec, cache) if hopper else ()
     tiles = width // tile.E
-    most, fewest = PROGRAMS * target.processors, FEWEST * target.processors
+    most, fewest = (each * target.processors for each in (hopper.programs(tile.HP) if hopper else PROGRAMS, FEWEST))
     if target.backend == "interpreter":
         most = fewest = INTERPRETER_PROGRAMS
     for first in range(0, T, rows):
         stop = min(first + rows, T)
         numbers = (float(o.scale), S, block_tables.stride(0), first, stop, width, k)
         groups = -(-(stop - first) // tile.TOK)
-        parts = max(-(-fewest // groups), min(-(-most // groups), tiles // TILES))
+        parts = max(-(-fewest // groups), min(most // groups, tiles // TILES))
         score((groups, min(parts, tiles, 65535), 1), tensors, numbers, *described)
         select(((stop - first) * G, 1, 1), tensors, numbers)
     for sizes in precompile.sizes_for(score):
-        other, *others = launchers_of(spec, *sizes, target)
-        for kernel, more in zip(others, (described_keys(spec, other, cache), ()), strict=True):
-            kernel(NO_PROGRAMS, tensors, numbers, *more)
+        tile, score, select = launchers_of(spec, *sizes, target)
+        hopper = hopper_of(spec, tile)
+        score(NO_PROGRAMS, tensors, numbers, *(hopper.describe(spec, cache) if hopper else ()))
+        select(NO_PROGRAMS, tensors, numbers)
     return selected
 
 
@@ -174,25 +179,22 @@ def launchers_of(spec: Spec, T: int, S: int, target: Target) -> tuple[Tile, Laun
     tile, launch = tile_of(spec, T, S, target)
     at_once = INTERPRETER_AT_ONCE if target.backend == "interpreter" else AT_ONCE
     shared = {"SPEC": spec, "TILE": tile, **target.overlap()}
-    kernel, constants = scores_kernel, launch
-    if spec.by_tma and tile.TOK == 1:
-        from paged_ops.lowerings.gpu import indexer_hopper
-
-        kernel, constants = indexer_hopper.scores_hopper_kernel, indexer_hopper.CONSTANTS
-    score = launcher_of(kernel, {**shared, **constants}, target.device)
+    hopper = hopper_of(spec, tile)
+    kernel = hopper.scores_hopper_kernel if hopper else scores_kernel
+    score = launcher_of(kernel, {**shared, **(hopper.constants(spec, tile.HP) if hopper else launch)}, target.device)
     select = launcher_of(
         select_kernel, {**shared, "AT_ONCE": at_once, "SCAN": at_once // SCANS, "num_warps": WARPS}, target.device
     )
     return tile, score, select
 
 
-def described_keys(spec: Spec, tile: Tile, cache: Tensor) -> tuple[Any, ...]:
-    """The cache for TMA, where the kernel of the scores loads keys by TMA."""
+def hopper_of(spec: Spec, tile: Tile) -> ModuleType | None:
+    """The module of the kernel in Gluon, if it scores a batch of this tile."""
     if not (spec.by_tma and tile.TOK == 1):
-        return ()
+        return None
     from paged_ops.lowerings.gpu import indexer_hopper
 
-    return (indexer_hopper.describe(spec, cache),)
+    return indexer_hopper
 
 
 def too_large(heads: int | None, Di: int | None, block_size: int | None) -> list[str]:
