@@ -5,12 +5,21 @@ import torch
 from paged_ops import layouts
 from paged_ops.lowerings import gpu as lowering
 from tests.aot.compiler import Variant, both, gpu
+from tests.aot.latent import indexing
 
 EXPECT = {"cuda:90": (r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.4d", r"setmaxnreg\.inc")}
 # Few query rows: they are the columns of products, and the first operand of some products is transposed.
 COLUMNS = {"cuda:90": (r"wgmma\.mma_async\.sync\.aligned\.m64n16k16.* 1, 1, 1, 0;", r"setmaxnreg\.inc")}
 # Copies of rows of the cache, 16 bytes each, which arrive at a barrier.
 SELECTED = {"cuda:90": (r"cp\.async\.cg\.shared\.global.* 0x10, ", r"cp\.async\.mbarrier\.arrive", r"setmaxnreg\.inc")}
+# Scores by TMA; fp8 keys are widened in registers.
+INDEX = {
+    "cuda:90": (
+        r"\.entry scores_hopper_kernel",
+        r"cp\.async\.bulk\.tensor\.2d",
+        r"wgmma\.mma_async\.sync\.aligned\.m64n64k16.*\}, \{",
+    )
+}
 # At D 256, with ranges, these spill up to 40 bytes (triton 3.5 to 3.8; 3.9 184): this kernel, as it does without, and
 # split_kernel's whole tiles beside it.
 # Three consumers leave a thread of the scheduler 32 registers, and it spills some numbers (48 bytes, triton 3.6).
@@ -142,6 +151,17 @@ VARIANTS = [
         ),
         SELECTED,
         spills=SELECTED_SPILLS,
+    ),
+    Variant(
+        "hopper-index-h64-h16-h128-bf16-e4m3-e5m2",
+        both(
+            indexing(64, B=64),
+            indexing(64, B=64, token_scales=True),
+            indexing(16, B=128, causal=False),
+            indexing(128, B=64, dtype=torch.float16, stored=torch.float8_e5m2, scale=-1.0),
+        ),
+        INDEX,
+        spills={(3, 6): 32, (3, 7): 32},  # select_kernel
     ),
     Variant(
         "hopper-mixed-and-shares",

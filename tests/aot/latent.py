@@ -54,19 +54,24 @@ def selecting(H: int, **options: Any) -> Any:
     return run
 
 
-def indexing(heads: int, T: int = 4, token_scales: bool = False, **options: Any) -> Any:
+def indexing(
+    heads: int, T: int = 4, token_scales: bool = False, B: int = 16, dtype: torch.dtype = BF16,
+    stored: torch.dtype | None = None, **options: Any,
+) -> Any:  # fmt: skip
     """The indexer with heads of 128: of 2048 keys, or of 16 blocks. ``token_scales``: also the write to its cache."""
 
     def run() -> None:
         k, S = 16 if options.get("per_head") else 2048, 4
         batch = tuple(gpu(*shape, dtype=torch.int32) for shape in ((S, 64), (S,), (S + 1,)))
         named = {} if options.get("per_head") else {"weights": gpu(T, heads, dtype=FP32), "relu": True}
-        cache = gpu(8, 64, 128, dtype=BF16)
+        cache = gpu(8, B, 128, dtype=stored or dtype)
         if token_scales:
-            cache, named["kv_cache_dtype"] = gpu(8, 64, INDEX_BYTES, dtype=torch.uint8), FP8_DS_INDEX
+            cache, named["kv_cache_dtype"] = gpu(8, B, INDEX_BYTES, dtype=torch.uint8), FP8_DS_INDEX
             slots = gpu(T, dtype=torch.int64)
             lowering.latent_cache_write(gpu(T, 128), gpu(T, 0), cache, slots, kv_cache_dtype=FP8_DS_INDEX)
-        lowering.select_keys(gpu(T, heads, 128), cache, *batch, k, **named, **options)
+        if stored is not None:
+            named["k_scale"] = gpu(1, dtype=FP32)
+        lowering.select_keys(gpu(T, heads, 128, dtype=dtype), cache, *batch, k, **named, **options)
 
     return run
 
@@ -104,7 +109,7 @@ VARIANTS = [
         spills={(3, 5): 256, (3, 6): 24, (3, 7): 48, (3, 8): 448, (3, 9): 928},
         targets=("cuda:90",),
     ),
-    # The indexers of DeepSeek-V3.2 (decode and prompts) and of MiniMax-M3.
+    # The indexers of DeepSeek-V3.2 (decode and prompts) and of MiniMax-M3; see also hopper.py.
     Variant(
         "latent-index-bf16-h64",
         both(indexing(64), indexing(64, T=64)),

@@ -15,11 +15,14 @@ GFLOP, and writes 36 MB.
 **Workspace.** 8 bytes per entry and 4 per chunk for each list. Rows are processed in groups that need at most WORKSPACE
 bytes: the number of launches depends on T, G and the columns of the block table, not on values.
 
+On Hopper a kernel in Gluon scores decode: indexer_hopper.py.
+
 Times: benchmarks/notes/gpu-designs.md.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -91,8 +94,10 @@ class Spec(NamedTuple):
     token_scales: bool  # whether blocks hold a scale per token
     eight_bits: bool
     paired: bool  # whether two 8-bit elements are loaded as 16 bits
+    e4m3: bool  # their format, then
     weighted: bool  # whether the columns of a tile have factors
     dtypes: tuple[str, ...]  # of query, cache and weights
+    by_tma: bool  # whether indexer_hopper.py serves tokens without neighbours
 
 
 class Tile(NamedTuple):
@@ -148,20 +153,24 @@ def select_keys(
     tensors = Pointers(
         selected, scores, listed, maxima, index_query, cache, block_tables, lens, starts, o.weights, o.k_scale
     )
+    hopper = hopper_of(spec, tile)
+    described = hopper.describe(spec, cache) if hopper else ()
     tiles = width // tile.E
-    most, fewest = PROGRAMS * target.processors, FEWEST * target.processors
+    most, fewest = (each * target.processors for each in (hopper.programs(tile.HP) if hopper else PROGRAMS, FEWEST))
     if target.backend == "interpreter":
         most = fewest = INTERPRETER_PROGRAMS
     for first in range(0, T, rows):
         stop = min(first + rows, T)
         numbers = (float(o.scale), S, block_tables.stride(0), first, stop, width, k)
         groups = -(-(stop - first) // tile.TOK)
-        parts = max(-(-fewest // groups), min(-(-most // groups), tiles // TILES))
-        score((groups, min(parts, tiles, 65535), 1), tensors, numbers)
+        parts = max(-(-fewest // groups), min(most // groups, tiles // TILES))
+        score((groups, min(parts, tiles, 65535), 1), tensors, numbers, *described)
         select(((stop - first) * G, 1, 1), tensors, numbers)
     for sizes in precompile.sizes_for(score):
-        for other in launchers_of(spec, *sizes, target)[1:]:
-            other(NO_PROGRAMS, tensors, numbers)
+        tile, score, select = launchers_of(spec, *sizes, target)
+        hopper = hopper_of(spec, tile)
+        score(NO_PROGRAMS, tensors, numbers, *(hopper.describe(spec, cache) if hopper else ()))
+        select(NO_PROGRAMS, tensors, numbers)
     return selected
 
 
@@ -170,11 +179,22 @@ def launchers_of(spec: Spec, T: int, S: int, target: Target) -> tuple[Tile, Laun
     tile, launch = tile_of(spec, T, S, target)
     at_once = INTERPRETER_AT_ONCE if target.backend == "interpreter" else AT_ONCE
     shared = {"SPEC": spec, "TILE": tile, **target.overlap()}
-    score = launcher_of(scores_kernel, {**shared, **launch}, target.device)
+    hopper = hopper_of(spec, tile)
+    kernel = hopper.scores_hopper_kernel if hopper else scores_kernel
+    score = launcher_of(kernel, {**shared, **(hopper.constants(spec, tile.HP) if hopper else launch)}, target.device)
     select = launcher_of(
         select_kernel, {**shared, "AT_ONCE": at_once, "SCAN": at_once // SCANS, "num_warps": WARPS}, target.device
     )
     return tile, score, select
+
+
+def hopper_of(spec: Spec, tile: Tile) -> ModuleType | None:
+    """The module of the kernel in Gluon, if it scores a batch of this tile."""
+    if not (spec.by_tma and tile.TOK == 1):
+        return None
+    from paged_ops.lowerings.gpu import indexer_hopper
+
+    return indexer_hopper
 
 
 def too_large(heads: int | None, Di: int | None, block_size: int | None) -> list[str]:
@@ -203,7 +223,7 @@ def spec_of(index_query: Tensor, index_cache: Tensor, block_tables: Tensor, o: I
         stored = E4M3FN.value  # on every device
     eight_bits = cache.dtype.itemsize == 1
     in_pairs = d == 1 and not (n | b | keys.shape[2] | keys.data_ptr()) & 1
-    return Spec(
+    spec = Spec(
         heads=index_query.shape[1],
         per_head=o.per_head,
         key=Side(keys.shape[2], keys.shape[2], 1, n, b, 0, 0, d, None),
@@ -221,9 +241,16 @@ def spec_of(index_query: Tensor, index_cache: Tensor, block_tables: Tensor, o: I
         token_scales=token_scales,
         eight_bits=eight_bits,
         paired=eight_bits and cache.dtype != torch.uint8 and dtypes[0].itemsize == 2 and in_pairs,
+        e4m3=cache.dtype == torch.float8_e4m3fn,
         weighted=o.weights is not None or (eight_bits and dtypes[0] == torch.bfloat16),
         dtypes=tuple(map(dtype_name, dtypes)),
+        by_tma=False,
     )
+    if not target.has_hopper_gluon:
+        return spec
+    from paged_ops.lowerings.gpu import indexer_hopper
+
+    return spec._replace(by_tma=indexer_hopper.serves(o, spec, keys))
 
 
 def _readable(index_cache: Tensor, o: IndexOptions, target: Target) -> Tensor:
