@@ -1,0 +1,315 @@
+"""Batch-invariant attention on Hopper (sm_90) in Gluon, prompts and decodes at the same time: invariant.py's items, and
+next to them a decoder in each program, as in mixed.py.
+
+The decoder computes the segments of sequences with few rows. Keys are the rows of its matmuls and query rows the
+columns, which gives the bits that a consumer's matmuls give: each sum of products is made in the same order. All else
+that rounds is the same arithmetic: scores, weights and factors of a tile of 128 keys, and sums of weights in the order
+of invariant_roles.py. A tile is two halves, as chunks have 64 keys. It leaves the state of each segment, also if a
+sequence has one, and ``invariant_states_kernel`` folds them.
+
+Whether a batch has decoders changes no bit. Letters: as in dense.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops.lowerings.gpu.attention.hopper import latent_roles, mixed, ring
+from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E, zero_rows
+from paged_ops.lowerings.gpu.attention.hopper.dense import BLOCK_M, HopperShape, Shared, shared_memory
+from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import Items, consumer, item_of, scheduler, total_items
+from paged_ops.lowerings.gpu.attention.hopper.producer import producer
+from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, signal_of, stage_of, wait_full
+from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, end_items, next_tiles, read_item, write_item
+from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, keys_of_rows, needs_mask
+from paged_ops.lowerings.gpu.attention.shared.tile import Batch
+from paged_ops.lowerings.gpu.gluon_names import reinterpret
+from paged_ops.lowerings.gpu.spec import Numbers, Spec
+from paged_ops.lowerings.gpu.target import Target
+
+ROWS = mixed.ROWS
+KEYS = 128  # of a tile, as in invariant.py
+HALVES = gl.constexpr(KEYS // mixed.KEYS)
+WIDTH = mixed.WIDTH
+REGISTERS = (208, 208, 32, 32, 32)  # of a thread of the consumers and of the single warps; the decoder has the rest
+SLOTS = 2  # items, and segments, that are published ahead
+
+
+def takes(spec: Spec, target: Target, T: int, S: int) -> bool:
+    """Whether a batch may have prompts with an item for each program, and decodes."""
+    rows = T * spec.G
+    enough = rows // BLOCK_M * spec.K >= target.processors and rows > mixed.MOST_ROWS * S
+    return spec.G <= ROWS and mixed.FEWEST <= S <= mixed.MOST and enough
+
+
+def shape_of(shape: HopperShape) -> HopperShape:
+    """One tile of query rows and two of keys and values, which leave the space of the decoder's ring."""
+    return shape._replace(stages=2, slots=SLOTS, row_slots=1, registers=REGISTERS, warps=1)
+
+
+def decode_shape(spec: Spec, shape: HopperShape, shared_memory: int) -> HopperShape:
+    return mixed.decode_shape(spec, shape, shared_memory, KEYS)
+
+
+class DecodeMemory(NamedTuple):
+    """The decoder's shared memory."""
+
+    items: Any  # the fields of its segments, which are items of invariant_roles.py
+    item_ring: Any
+    queries: Any  # chunks of a segment's query rows
+    chunks: Any  # TileRing: of keys and values
+    weights: Any  # of the halves of a tile
+
+
+@gluon.jit
+def decode_memory(dtype: gl.constexpr, SHAPE: gl.constexpr):
+    SLOTS: gl.constexpr = SHAPE.slots
+    items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())
+    queries, chunks = mixed.chunk_memory(dtype, SHAPE)
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    weights = gl.allocate_shared_memory(dtype, [HALVES, SHAPE.M, SHAPE.N], layout)
+    return DecodeMemory(items, ring.ring_of(SLOTS, 1, 1), queries, chunks, weights)
+
+
+@gluon.jit
+def load_segments(
+    descs, batch, memory, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr, DECODES: gl.constexpr
+):  # fmt: skip
+    """Takes segments by the fourth counter, publishes them, and loads their keys and values, the last tile first."""
+    K_SHAPE: gl.constexpr = DECODES.k
+    V_SHAPE: gl.constexpr = DECODES.v
+    K_CHUNKS: gl.constexpr = DECODES.k.size // WIDTH
+    V_CHUNKS: gl.constexpr = DECODES.v.size // WIDTH
+    chunks = memory.chunks
+    programs = gl.num_programs(0)
+    counters = batch.tensors.taken
+    if batch.tensors.arrived is not None:
+        counters = batch.tensors.arrived
+    full, last, _tiles, states = total_items(programs > 0, batch, True, SPEC, PLAN, SHAPE)
+    fits = states * SPEC.K <= PLAN.cuts.states
+    work = Items(fits, full + last, full, last, 0 * programs, programs, counters)
+    count = gl.where(fits, (full + last) * SPEC.K, 0)
+    unit = gl.program_id(0)
+    n = 0
+    at = 0  # chunks so far
+    while unit < count:
+        item = item_of(unit, work, batch, True, SPEC, PLAN, SHAPE)
+        write_item(memory, n, item, 1)
+        fill(memory.item_ring, n)
+        half = item.end_tile * HALVES - 1
+        ids1 = latent_roles.load_ids(item, half, batch, SPEC, DECODES)
+        ids0 = latent_roles.load_ids(item, half - 1, batch, SPEC, DECODES)
+        for t in range(item.tiles):
+            half = (item.end_tile - 1 - t) * HALVES
+            now0, now1 = ids0, ids1
+            later = gl.maximum(half - HALVES, 0)  # one tile ahead, to hide their latency
+            ids0 = latent_roles.load_ids(item, later, batch, SPEC, DECODES)
+            ids1 = latent_roles.load_ids(item, later + 1, batch, SPEC, DECODES)
+            mixed.load_chunks(descs[0], now0, item, half, at, chunks, K_SHAPE, SPEC, DECODES)
+            mixed.load_chunks(descs[0], now1, item, half + 1, at + K_CHUNKS, chunks, K_SHAPE, SPEC, DECODES)
+            at += HALVES * K_CHUNKS
+            mixed.load_chunks(descs[1], now0, item, half, at, chunks, V_SHAPE, SPEC, DECODES)
+            mixed.load_chunks(descs[1], now1, item, half + 1, at + V_CHUNKS, chunks, V_SHAPE, SPEC, DECODES)
+            at += HALVES * V_CHUNKS
+        n += 1
+        unit = programs + gl.atomic_add(counters + 3, 1)
+    end_items(memory, n, 1)
+
+
+@gluon.jit
+def multiply_keys(at, zero, memory, SHAPE: gl.constexpr):
+    """The scores ``[64, M]`` of the halves of a tile, whose first chunk is the at-th."""
+    CHUNKS: gl.constexpr = SHAPE.k.size // WIDTH
+    chunks = memory.chunks
+    scores: gl.tuple = ()
+    for half in gl.static_range(HALVES):
+        qk = zero
+        for chunk in gl.static_range(CHUNKS):
+            place = at + (half * CHUNKS + chunk)
+            ring.wait_full(chunks.ring, place)
+            rows = memory.queries.index(chunk).permute((1, 0))
+            keys = chunks.tiles.index(stage_of(chunks.ring, place))
+            qk = warpgroup_mma(keys, rows, qk, use_acc=chunk > 0, is_async=True)
+        scores += (qk,)
+    scores = warpgroup_mma_wait(0, deps=scores)
+    for chunk in gl.static_range(HALVES * CHUNKS):
+        release(chunks.ring, at + chunk)
+    return scores
+
+
+@gluon.jit
+def multiply_values(acc, decay, at, memory, SHAPE: gl.constexpr):
+    """``acc``, a tuple of ``[64, M]``, with the values of a tile, whose first chunk is the at-th, multiplied by the
+    weights."""
+    CHUNKS: gl.constexpr = SHAPE.v.size // WIDTH
+    chunks = memory.chunks
+    made: gl.tuple = ()
+    for chunk in gl.static_range(CHUNKS):
+        sums = acc[chunk] * decay[None, :]
+        for half in gl.static_range(HALVES):
+            place = at + (half * CHUNKS + chunk)
+            ring.wait_full(chunks.ring, place)
+            columns = chunks.tiles.index(stage_of(chunks.ring, place)).permute((1, 0))
+            sums = warpgroup_mma(columns, memory.weights.index(half).permute((1, 0)), sums, is_async=True)
+        made += (sums,)
+    if CHUNKS == 1:
+        done = (warpgroup_mma_wait(0, deps=made),)
+    else:
+        done = warpgroup_mma_wait(0, deps=made)
+    for chunk in gl.static_range(HALVES * CHUNKS):
+        release(chunks.ring, at + chunk)
+    return done
+
+
+@gluon.jit
+def zero_past(at, begin, seq_len, memory, SHAPE: gl.constexpr):
+    """Zero the values past the sequence in a tile, whose first chunk is the at-th and whose first key is ``begin``."""
+    CHUNKS: gl.constexpr = SHAPE.v.size // WIDTH
+    PAGES: gl.constexpr = SHAPE.N // SHAPE.page
+    chunks = memory.chunks
+    for place in range(HALVES * CHUNKS):
+        ring.wait_full(chunks.ring, at + place)
+        for page in range(PAGES):
+            first = begin + place // CHUNKS * SHAPE.N + page * SHAPE.page
+            if first + SHAPE.page > seq_len:
+                values = chunks.pages.index(stage_of(chunks.ring, at + place) * PAGES + page)
+                zero_rows(values, first, 0, seq_len)
+
+
+@gluon.jit
+def tile_sums(p0, p1):
+    """The sums of the weights ``[64, M]`` of the halves of a tile, ``[4, M]``: those that ``thread_sums`` of
+    invariant_roles.py gives the four threads of a row, added in its order."""
+    M: gl.constexpr = p0.shape[1]
+    # Of 16, 8, 2 and 1 keys, of which a warp, two registers, four lanes and two have one each
+    sums = (p0 + p1).reshape([4, 2, 4, 2, M])
+    sums = gl.sum(gl.sum(sums, 1), 2)
+    # Each thread has all four warps' sums.
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1], [1, 0, 0], [2, 0, 0]], [[0, 0, 2], [0, 0, 4], [0, 0, 0], [0, 1, 0], [0, 2, 0]],
+        [[0, 0, 0], [0, 0, 0]], [], [4, 4, M],
+    )  # fmt: skip
+    sums = gl.convert_layout(sums, layout).reshape([2, 2, 4, M])
+    return gl.sum(gl.sum(sums, 1), 0)
+
+
+@gluon.jit
+def store_state(acc, l, m, item, batch, SPEC: gl.constexpr, CUTS: gl.constexpr, SHAPE: gl.constexpr):
+    """Write the state of a segment."""
+    Dv: gl.constexpr = SHAPE.v.size
+    layout: gl.constexpr = acc[0].type.layout
+    r = gl.arange(0, SHAPE.M, gl.SliceLayout(0, layout))
+    live = r < item.q_len * SPEC.G
+    row = item.oldest.to(gl.int64) * CUTS.rows + r
+    for chunk in gl.static_range(Dv // WIDTH):
+        d = chunk * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(1, layout))
+        gl.store(batch.tensors.parts + row[None, :] * Dv + d[:, None], acc[chunk], mask=live[None, :])
+    gl.store(batch.tensors.part_lse + row * 2, m, mask=live)
+    gl.store(batch.tensors.part_lse + row * 2 + 1, l, mask=live)
+
+
+@gluon.jit
+def attend_segment(item, total, batch, memory, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
+    """The state of a segment, whose tiles are the ``total``-th and following."""
+    CUTS: gl.constexpr = PLAN.cuts
+    MASKS: gl.constexpr = SPEC.masks
+    M: gl.constexpr = SHAPE.M
+    N: gl.constexpr = HALVES * SHAPE.N
+    K_CHUNKS: gl.constexpr = HALVES * (SHAPE.k.size // WIDTH)
+    V_CHUNKS: gl.constexpr = SHAPE.v.size // WIDTH
+    TILE: gl.constexpr = K_CHUNKS + HALVES * V_CHUNKS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    factor = batch.numbers.scale * LOG2E
+    r = gl.arange(0, M, row_layout)
+    low, i = keys_of_rows(item.seq_len - item.q_len + r // SPEC.G, 0, None, batch.numbers, MASKS)
+    zero = gl.full([SHAPE.N, M], 0.0, gl.float32, layout)
+    m = gl.full([M], float("-inf"), gl.float32, row_layout)
+    l = tile_sums(zero, zero)
+    acc: gl.tuple = ()
+    for _chunk in gl.static_range(V_CHUNKS):
+        acc += (zero,)
+    mixed.take_queries(item, None, batch, memory, SPEC, SHAPE)
+    for t in range(item.tiles):
+        tile = item.end_tile - 1 - t
+        at = (total + t) * TILE
+        s0, s1 = multiply_keys(at, zero, memory, SHAPE)
+        if needs_mask(tile, item.full_start, item.full_end, MASKS) | (t == 0):
+            j = tile * N + gl.arange(0, SHAPE.N, gl.SliceLayout(1, layout))
+            kept = keep_seen(j[:, None], low[None, :], i[None, :], item.seq_len, MASKS)
+            s0 = gl.where(kept, s0, float("-inf"))
+            kept = keep_seen(j[:, None] + SHAPE.N, low[None, :], i[None, :], item.seq_len, MASKS)
+            s1 = gl.where(kept, s1, float("-inf"))
+            if tile * N + N > item.seq_len:
+                zero_past(at + K_CHUNKS, tile * N, item.seq_len, memory, SHAPE)
+        m_new = gl.maximum(m, gl.max(gl.maximum(s0, s1), 0))
+        shift = gl.where(m_new == float("-inf"), 0.0, m_new) * factor
+        p0 = gl.exp2(gl.fma(s0, factor, -shift[None, :]))
+        p1 = gl.exp2(gl.fma(s1, factor, -shift[None, :]))
+        decay = gl.exp2(gl.fma(m, factor, -shift))
+        m = m_new
+        memory.weights.index(0).permute((1, 0)).store(p0.to(memory.weights.dtype))
+        memory.weights.index(1).permute((1, 0)).store(p1.to(memory.weights.dtype))
+        fence_async_shared()
+        l = gl.fma(l, gl.convert_layout(decay, gl.SliceLayout(0, l.type.layout))[None, :], tile_sums(p0, p1))
+        acc = multiply_values(acc, decay, at + K_CHUNKS, memory, SHAPE)
+    l = gl.convert_layout(gl.sum(gl.sum(l.reshape([2, 2, M]), 1), 0), row_layout)
+    store_state(acc, l, m, item, batch, SPEC, CUTS, SHAPE)
+
+
+@gluon.jit
+def decoder(batch, memory, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
+    """The states of the segments of sequences with few rows."""
+    tiles = next_tiles(memory, 0, 4)
+    n = 0
+    total = 0
+    while tiles > 0:
+        attend_segment(read_item(memory, n, tiles, 4), total, batch, memory, SPEC, PLAN, SHAPE)
+        release(memory.item_ring, n)
+        total += tiles
+        n += 1
+        tiles = next_tiles(memory, n, 4)
+
+
+@gluon.jit(do_not_specialize=Numbers._fields)
+def invariant_beside_kernel(
+    tensors,  # Pointers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
+    k_desc, v_desc, k_chunk_desc, v_chunk_desc,
+    SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr, DECODES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """As ``invariant_items_kernel`` of invariant.py."""
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
+    batch = Batch(tensors, numbers, None)
+    dtype: gl.constexpr = tensors.query.dtype.element_ty
+    shared = Shared(*shared_memory(dtype, SPEC, SHAPE), None, signal_of(1), None)  # type: ignore[call-arg]
+    memory = decode_memory(dtype, DECODES)
+    ending = signal_of(SHAPE.slots)
+    fence_async_shared()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    LEAD: gl.constexpr = PLAN.lead
+    GROUP: gl.constexpr = 32 // (SHAPE.N // SHAPE.page)
+    gl.warp_specialize(
+        [
+            (decoder, (batch, memory, SPEC, PLAN, DECODES)),
+            (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
+            (consumer, (1, batch, shared, SPEC, PLAN, SHAPE)),
+            (scheduler, (batch, shared, ending, SPEC, PLAN, SHAPE)),
+            (producer, (((k_desc,), (v_desc,)), batch, shared, SPEC, SHAPE, GROUP, ending, LEAD)),
+            (load_segments, ((k_chunk_desc, v_chunk_desc), batch, memory, SPEC, PLAN, SHAPE, DECODES)),
+        ],
+        [4, 4, 1, 1, 1],
+        SHAPE.registers,
+    )
