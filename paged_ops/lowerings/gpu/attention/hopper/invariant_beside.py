@@ -29,11 +29,10 @@ from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E, zero_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import BLOCK_M, HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import Items, consumer, item_of, scheduler, total_items
 from paged_ops.lowerings.gpu.attention.hopper.producer import producer
-from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, signal_of, stage_of, wait_full
+from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, signal_of, stage_of
 from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, end_items, next_tiles, read_item, write_item
 from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, keys_of_rows, needs_mask
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
-from paged_ops.lowerings.gpu.gluon_names import reinterpret
 from paged_ops.lowerings.gpu.spec import Numbers, Spec
 from paged_ops.lowerings.gpu.target import Target
 

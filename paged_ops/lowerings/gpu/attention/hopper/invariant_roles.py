@@ -115,7 +115,8 @@ def total_items(segmented, batch, DECODES: gl.constexpr, SPEC: gl.constexpr, PLA
 
 @gluon.jit
 def item_of(at, work, batch, DECODES: gl.constexpr, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
-    """The at-th item of the decoders, or of the consumers. Its field ``oldest`` is the place of its state; -1: it is a whole tile of rows.
+    """The at-th item of the decoders, or of the consumers. Its field ``oldest`` is the place of its state; -1: it is a
+    whole tile of rows.
 
     Heads come first. Of their items, long segments come first, then short last ones, then tiles of rows, of which later
     ones see more keys. So they are taken longest first if programs for short sequences begin at
