@@ -28,11 +28,12 @@ from paged_ops.lowerings.gpu.attention.hopper import latent_roles, mixed, ring
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E, zero_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import BLOCK_M, HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import Items, consumer, item_of, scheduler, total_items
-from paged_ops.lowerings.gpu.attention.hopper.producer import producer
+from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing, producer, rows_of
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, signal_of, stage_of
 from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, end_items, next_tiles, read_item, write_item
 from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, keys_of_rows, needs_mask
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
+from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.spec import Numbers, Spec
 from paged_ops.lowerings.gpu.target import Target
 
@@ -57,7 +58,12 @@ def shape_of(shape: HopperShape) -> HopperShape:
 
 
 def decode_shape(spec: Spec, shape: HopperShape, shared_memory: int) -> HopperShape:
-    return mixed.decode_shape(spec, shape, shared_memory, KEYS)
+    made = mixed.decode_shape(spec, shape, shared_memory, KEYS)
+    per = 2 if spec.k_side.size == 128 and MODE & 4 else 1
+    return made._replace(row_slots=per, stages=made.stages // per)
+
+
+MODE = 0
 
 
 class DecodeMemory(NamedTuple):
@@ -74,10 +80,35 @@ class DecodeMemory(NamedTuple):
 def decode_memory(dtype: gl.constexpr, SHAPE: gl.constexpr):
     SLOTS: gl.constexpr = SHAPE.slots
     items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())
-    queries, chunks = mixed.chunk_memory(dtype, SHAPE)
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    PLACES: gl.constexpr = SHAPE.stages
+    PER: gl.constexpr = SHAPE.row_slots
+    queries = gl.allocate_shared_memory(dtype, [SHAPE.k.size // WIDTH, SHAPE.M, WIDTH], layout)
+    pages = gl.allocate_shared_memory(dtype, [PLACES * PER * (SHAPE.N // SHAPE.page), SHAPE.page, WIDTH], layout)
+    tiles = reinterpret(pages, dtype, [PLACES * PER, SHAPE.N, WIDTH], layout)
+    chunks = TileRing(pages, tiles, ring.ring_of(PLACES, 1, 1))
     weights = gl.allocate_shared_memory(dtype, [HALVES, SHAPE.M, SHAPE.N], layout)
     return DecodeMemory(items, ring.ring_of(SLOTS, 1, 1), queries, chunks, weights)
+
+
+@gluon.jit
+def load_half(desc, ids, item, half, at, chunks, COLUMNS: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Begin to copy half a tile of keys, or of values."""
+    PAGES: gl.constexpr = SHAPE.N // SHAPE.page
+    PER: gl.constexpr = SHAPE.row_slots
+    MATRIX: gl.constexpr = COLUMNS.matrix
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    j = (half * SHAPE.N + lane % PAGES * SHAPE.page) % SPEC.B
+    rows = rows_of(ids, item.kh, j, lane, PAGES, MATRIX, 1)
+    for place in gl.static_range(COLUMNS.size // WIDTH // PER):
+        ring.wait_empty(chunks.ring, at + place)
+        full = ring.full_of(chunks.ring, at + place)
+        ring.expect(chunks.ring, at + place, SHAPE.N * WIDTH * PER * 2)
+        for chunk in gl.static_range(PER):
+            column = item.kh * MATRIX.columns_head + (place * PER + chunk) * WIDTH
+            for page in gl.static_range(PAGES):
+                to = chunks.pages.index((stage_of(chunks.ring, at + place) * PER + chunk) * PAGES + page)
+                load_box(desc, [rows[page], column], full, to)
 
 
 @gluon.jit
@@ -87,8 +118,8 @@ def load_segments(
     """Takes segments by the fourth counter, publishes them, and loads their keys and values, the last tile first."""
     K_SHAPE: gl.constexpr = DECODES.k
     V_SHAPE: gl.constexpr = DECODES.v
-    K_CHUNKS: gl.constexpr = DECODES.k.size // WIDTH
-    V_CHUNKS: gl.constexpr = DECODES.v.size // WIDTH
+    K_CHUNKS: gl.constexpr = DECODES.k.size // WIDTH // DECODES.row_slots
+    V_CHUNKS: gl.constexpr = DECODES.v.size // WIDTH // DECODES.row_slots
     chunks = memory.chunks
     programs = gl.num_programs(0)
     counters = batch.tensors.taken
@@ -114,11 +145,11 @@ def load_segments(
             later = gl.maximum(half - HALVES, 0)  # one tile ahead, to hide their latency
             ids0 = latent_roles.load_ids(item, later, batch, SPEC, DECODES)
             ids1 = latent_roles.load_ids(item, later + 1, batch, SPEC, DECODES)
-            mixed.load_chunks(descs[0], now0, item, half, at, chunks, K_SHAPE, SPEC, DECODES)
-            mixed.load_chunks(descs[0], now1, item, half + 1, at + K_CHUNKS, chunks, K_SHAPE, SPEC, DECODES)
+            load_half(descs[0], now0, item, half, at, chunks, K_SHAPE, SPEC, DECODES)
+            load_half(descs[0], now1, item, half + 1, at + K_CHUNKS, chunks, K_SHAPE, SPEC, DECODES)
             at += HALVES * K_CHUNKS
-            mixed.load_chunks(descs[1], now0, item, half, at, chunks, V_SHAPE, SPEC, DECODES)
-            mixed.load_chunks(descs[1], now1, item, half + 1, at + V_CHUNKS, chunks, V_SHAPE, SPEC, DECODES)
+            load_half(descs[1], now0, item, half, at, chunks, V_SHAPE, SPEC, DECODES)
+            load_half(descs[1], now1, item, half + 1, at + V_CHUNKS, chunks, V_SHAPE, SPEC, DECODES)
             at += HALVES * V_CHUNKS
         n += 1
         unit = programs + gl.atomic_add(counters + 3, 1)
@@ -126,62 +157,86 @@ def load_segments(
 
 
 @gluon.jit
-def multiply_keys(at, zero, memory, SHAPE: gl.constexpr):
+def multiply_keys(at, zero, memory, SHAPE: gl.constexpr, APART: gl.constexpr):
     """The scores ``[64, M]`` of the halves of a tile, whose first chunk is the at-th."""
-    CHUNKS: gl.constexpr = SHAPE.k.size // WIDTH
+    PER: gl.constexpr = SHAPE.row_slots
+    PLACES: gl.constexpr = SHAPE.k.size // WIDTH // PER
     chunks = memory.chunks
     scores: gl.tuple = ()
     for half in gl.static_range(HALVES):
         qk = zero
-        for chunk in gl.static_range(CHUNKS):
-            place = at + (half * CHUNKS + chunk)
-            ring.wait_full(chunks.ring, place)
-            rows = memory.queries.index(chunk).permute((1, 0))
-            keys = chunks.tiles.index(stage_of(chunks.ring, place))
-            qk = warpgroup_mma(keys, rows, qk, use_acc=chunk > 0, is_async=True)
+        for place in gl.static_range(PLACES):
+            n = at + (half * PLACES + place)
+            ring.wait_full(chunks.ring, n)
+            for chunk in gl.static_range(PER):
+                rows = memory.queries.index(place * PER + chunk).permute((1, 0))
+                keys = chunks.tiles.index(stage_of(chunks.ring, n) * PER + chunk)
+                qk = warpgroup_mma(keys, rows, qk, use_acc=place + chunk > 0, is_async=True)
+        if APART:
+            qk = warpgroup_mma_wait(0, deps=[qk])
+            for place in gl.static_range(PLACES):
+                release(chunks.ring, at + (half * PLACES + place))
         scores += (qk,)
-    scores = warpgroup_mma_wait(0, deps=scores)
-    for chunk in gl.static_range(HALVES * CHUNKS):
-        release(chunks.ring, at + chunk)
+    if not APART:
+        scores = warpgroup_mma_wait(0, deps=scores)
+        for place in gl.static_range(HALVES * PLACES):
+            release(chunks.ring, at + place)
     return scores
 
 
 @gluon.jit
-def multiply_values(acc, decay, at, memory, SHAPE: gl.constexpr):
+def wait_for(acc):
+    if len(acc) == 1:
+        done = (warpgroup_mma_wait(0, deps=acc),)
+    else:
+        done = warpgroup_mma_wait(0, deps=acc)
+    return done
+
+
+@gluon.jit
+def multiply_values(acc, decay, at, memory, SHAPE: gl.constexpr, APART: gl.constexpr):
     """``acc``, a tuple of ``[64, M]``, with the values of a tile, whose first chunk is the at-th, multiplied by the
     weights."""
-    CHUNKS: gl.constexpr = SHAPE.v.size // WIDTH
+    PER: gl.constexpr = SHAPE.row_slots
+    PLACES: gl.constexpr = SHAPE.v.size // WIDTH // PER
     chunks = memory.chunks
-    made: gl.tuple = ()
-    for chunk in gl.static_range(CHUNKS):
-        sums = acc[chunk] * decay[None, :]
-        for half in gl.static_range(HALVES):
-            place = at + (half * CHUNKS + chunk)
-            ring.wait_full(chunks.ring, place)
-            columns = chunks.tiles.index(stage_of(chunks.ring, place)).permute((1, 0))
-            sums = warpgroup_mma(columns, memory.weights.index(half).permute((1, 0)), sums, is_async=True)
-        made += (sums,)
-    if CHUNKS == 1:
-        done = (warpgroup_mma_wait(0, deps=made),)
-    else:
-        done = warpgroup_mma_wait(0, deps=made)
-    for chunk in gl.static_range(HALVES * CHUNKS):
-        release(chunks.ring, at + chunk)
-    return done
+    sums: gl.tuple = ()
+    for n in gl.static_range(len(acc)):
+        sums += (acc[n] * decay[None, :],)
+    for half in gl.static_range(HALVES):
+        made: gl.tuple = ()
+        for place in gl.static_range(PLACES):
+            n = at + (half * PLACES + place)
+            ring.wait_full(chunks.ring, n)
+            for chunk in gl.static_range(PER):
+                columns = chunks.tiles.index(stage_of(chunks.ring, n) * PER + chunk).permute((1, 0))
+                weights = memory.weights.index(half).permute((1, 0))
+                made += (warpgroup_mma(columns, weights, sums[place * PER + chunk], is_async=True),)
+        if APART:
+            made = wait_for(made)
+            for place in gl.static_range(PLACES):
+                release(chunks.ring, at + (half * PLACES + place))
+        sums = made
+    if not APART:
+        sums = wait_for(sums)
+        for place in gl.static_range(HALVES * PLACES):
+            release(chunks.ring, at + place)
+    return sums
 
 
 @gluon.jit
 def zero_past(at, begin, seq_len, memory, SHAPE: gl.constexpr):
     """Zero the values past the sequence in a tile, whose first chunk is the at-th and whose first key is ``begin``."""
-    CHUNKS: gl.constexpr = SHAPE.v.size // WIDTH
+    PER: gl.constexpr = SHAPE.row_slots
+    PLACES: gl.constexpr = SHAPE.v.size // WIDTH // PER
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
     chunks = memory.chunks
-    for place in range(HALVES * CHUNKS):
+    for place in range(HALVES * PLACES):
         ring.wait_full(chunks.ring, at + place)
-        for page in range(PAGES):
-            first = begin + place // CHUNKS * SHAPE.N + page * SHAPE.page
+        for page in range(PER * PAGES):
+            first = begin + place // PLACES * SHAPE.N + page % PAGES * SHAPE.page
             if first + SHAPE.page > seq_len:
-                values = chunks.pages.index(stage_of(chunks.ring, at + place) * PAGES + page)
+                values = chunks.pages.index(stage_of(chunks.ring, at + place) * (PER * PAGES) + page)
                 zero_rows(values, first, 0, seq_len)
 
 
@@ -224,9 +279,9 @@ def attend_segment(item, total, batch, memory, SPEC: gl.constexpr, PLAN: gl.cons
     MASKS: gl.constexpr = SPEC.masks
     M: gl.constexpr = SHAPE.M
     N: gl.constexpr = HALVES * SHAPE.N
-    K_CHUNKS: gl.constexpr = HALVES * (SHAPE.k.size // WIDTH)
-    V_CHUNKS: gl.constexpr = SHAPE.v.size // WIDTH
-    TILE: gl.constexpr = K_CHUNKS + HALVES * V_CHUNKS
+    K_PLACES: gl.constexpr = HALVES * (SHAPE.k.size // WIDTH) // SHAPE.row_slots
+    TILE: gl.constexpr = K_PLACES + HALVES * (SHAPE.v.size // WIDTH) // SHAPE.row_slots
+    APART: gl.constexpr = PLAN.mode & 1
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, layout)
     factor = batch.numbers.scale * LOG2E
@@ -236,13 +291,13 @@ def attend_segment(item, total, batch, memory, SPEC: gl.constexpr, PLAN: gl.cons
     m = gl.full([M], float("-inf"), gl.float32, row_layout)
     l = tile_sums(zero, zero)
     acc: gl.tuple = ()
-    for _chunk in gl.static_range(V_CHUNKS):
+    for _chunk in gl.static_range(SHAPE.v.size // WIDTH):
         acc += (zero,)
     mixed.take_queries(item, None, batch, memory, SPEC, SHAPE)
     for t in range(item.tiles):
         tile = item.end_tile - 1 - t
         at = (total + t) * TILE
-        s0, s1 = multiply_keys(at, zero, memory, SHAPE)
+        s0, s1 = multiply_keys(at, zero, memory, SHAPE, APART)
         if needs_mask(tile, item.full_start, item.full_end, MASKS) | (t == 0):
             j = tile * N + gl.arange(0, SHAPE.N, gl.SliceLayout(1, layout))
             kept = keep_seen(j[:, None], low[None, :], i[None, :], item.seq_len, MASKS)
@@ -250,7 +305,7 @@ def attend_segment(item, total, batch, memory, SPEC: gl.constexpr, PLAN: gl.cons
             kept = keep_seen(j[:, None] + SHAPE.N, low[None, :], i[None, :], item.seq_len, MASKS)
             s1 = gl.where(kept, s1, float("-inf"))
             if tile * N + N > item.seq_len:
-                zero_past(at + K_CHUNKS, tile * N, item.seq_len, memory, SHAPE)
+                zero_past(at + K_PLACES, tile * N, item.seq_len, memory, SHAPE)
         m_new = gl.maximum(m, gl.max(gl.maximum(s0, s1), 0))
         shift = gl.where(m_new == float("-inf"), 0.0, m_new) * factor
         p0 = gl.exp2(gl.fma(s0, factor, -shift[None, :]))
@@ -261,7 +316,7 @@ def attend_segment(item, total, batch, memory, SPEC: gl.constexpr, PLAN: gl.cons
         memory.weights.index(1).permute((1, 0)).store(p1.to(memory.weights.dtype))
         fence_async_shared()
         l = gl.fma(l, gl.convert_layout(decay, gl.SliceLayout(0, l.type.layout))[None, :], tile_sums(p0, p1))
-        acc = multiply_values(acc, decay, at + K_CHUNKS, memory, SHAPE)
+        acc = multiply_values(acc, decay, at + K_PLACES, memory, SHAPE, APART)
     l = gl.convert_layout(gl.sum(gl.sum(l.reshape([2, 2, M]), 1), 0), row_layout)
     store_state(acc, l, m, item, batch, SPEC, CUTS, SHAPE)
 

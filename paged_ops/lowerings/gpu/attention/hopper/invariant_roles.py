@@ -461,6 +461,9 @@ def attend(
         for u in range(t + 1, stop):
             sums = step(sums, total_tiles + u, item.end_tile - 1 - u, item, rows, shared, SPEC, SHAPE)
         t = stop
+        if PLAN.mode & 2:
+            if t == item.tiles:
+                release(shared.item_ring, n)  # so that the next query rows can be loaded
         at = total_tiles + stop - 1
         wait_full(shared.v.ring, at)
         pending = multiply_values(sums.p16, shared.v, at, sums.acc, V_PARTS)
@@ -476,7 +479,8 @@ def attend(
             s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, rows.tile, at + 1, K_PARTS)])
             release_tile(shared.k.ring, at + 1, SHAPE)
         else:
-            release(shared.item_ring, n)
+            if not (PLAN.mode & 2):
+                release(shared.item_ring, n)
             if item.oldest < 0:
                 whole, of_all = fold(total, before, acc, sums.m, sums.l, live, factor, WIDTHS)
                 seen = whole.l != 0.0
