@@ -27,7 +27,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles, mixed, ring
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E, zero_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import BLOCK_M, HopperShape, Shared, shared_memory
-from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import Items, consumer, item_of, scheduler, total_items
+from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import (
+    consumer,
+    item_of,
+    items_of_decoders,
+    next_segment,
+    scheduler,
+)
 from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing, producer, rows_of
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, signal_of, stage_of
 from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, end_items, next_tiles, read_item, write_item
@@ -42,6 +48,7 @@ KEYS = 128  # of a tile, as in invariant.py
 HALVES = gl.constexpr(KEYS // mixed.KEYS)
 WIDTH = mixed.WIDTH
 REGISTERS = (208, 208, 32, 32, 32)  # of a thread of the consumers and of the single warps; the decoder has the rest
+MODE = 8
 SLOTS = 2  # items, and segments, that are published ahead
 
 
@@ -58,12 +65,9 @@ def shape_of(shape: HopperShape) -> HopperShape:
 
 
 def decode_shape(spec: Spec, shape: HopperShape, shared_memory: int) -> HopperShape:
-    made = mixed.decode_shape(spec, shape, shared_memory, KEYS)
-    per = 2 if spec.k_side.size == 128 and MODE & 4 else 1
-    return made._replace(row_slots=per, stages=made.stages // per)
-
-
-MODE = 0
+    """The halves of tiles of decodes: as many as shared memory holds next to prompts."""
+    halves = mixed.decode_shape(spec, shape, shared_memory, KEYS)
+    return halves._replace(stages=halves.stages // (spec.k_side.size // WIDTH.value))
 
 
 class DecodeMemory(NamedTuple):
@@ -72,43 +76,41 @@ class DecodeMemory(NamedTuple):
     items: Any  # the fields of its segments, which are items of invariant_roles.py
     item_ring: Any
     queries: Any  # chunks of a segment's query rows
-    chunks: Any  # TileRing: of keys and values
+    halves: Any  # TileRing: of tiles of keys and of values, in chunks of some columns
     weights: Any  # of the halves of a tile
 
 
 @gluon.jit
 def decode_memory(dtype: gl.constexpr, SHAPE: gl.constexpr):
-    SLOTS: gl.constexpr = SHAPE.slots
-    items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    PLACES: gl.constexpr = SHAPE.stages
-    PER: gl.constexpr = SHAPE.row_slots
-    queries = gl.allocate_shared_memory(dtype, [SHAPE.k.size // WIDTH, SHAPE.M, WIDTH], layout)
-    pages = gl.allocate_shared_memory(dtype, [PLACES * PER * (SHAPE.N // SHAPE.page), SHAPE.page, WIDTH], layout)
-    tiles = reinterpret(pages, dtype, [PLACES * PER, SHAPE.N, WIDTH], layout)
-    chunks = TileRing(pages, tiles, ring.ring_of(PLACES, 1, 1))
+    SLOTS: gl.constexpr = SHAPE.slots
+    CHUNKS: gl.constexpr = SHAPE.k.size // WIDTH
+    PLACES: gl.constexpr = SHAPE.stages * CHUNKS
+    items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())
+    queries = gl.allocate_shared_memory(dtype, [CHUNKS, SHAPE.M, WIDTH], layout)
+    pages = gl.allocate_shared_memory(dtype, [PLACES * (SHAPE.N // SHAPE.page), SHAPE.page, WIDTH], layout)
+    tiles = reinterpret(pages, dtype, [PLACES, SHAPE.N, WIDTH], layout)
     weights = gl.allocate_shared_memory(dtype, [HALVES, SHAPE.M, SHAPE.N], layout)
-    return DecodeMemory(items, ring.ring_of(SLOTS, 1, 1), queries, chunks, weights)
+    halves = TileRing(pages, tiles, ring.ring_of(SHAPE.stages, 1, 1))
+    return DecodeMemory(items, ring.ring_of(SLOTS, 1, 1), queries, halves, weights)
 
 
 @gluon.jit
-def load_half(desc, ids, item, half, at, chunks, COLUMNS: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Begin to copy half a tile of keys, or of values."""
+def load_half(desc, ids, item, half, n, halves, COLUMNS: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Begin to copy half a tile of keys, or of values: the n-th."""
+    CHUNKS: gl.constexpr = COLUMNS.size // WIDTH
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
-    PER: gl.constexpr = SHAPE.row_slots
     MATRIX: gl.constexpr = COLUMNS.matrix
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     j = (half * SHAPE.N + lane % PAGES * SHAPE.page) % SPEC.B
     rows = rows_of(ids, item.kh, j, lane, PAGES, MATRIX, 1)
-    for place in gl.static_range(COLUMNS.size // WIDTH // PER):
-        ring.wait_empty(chunks.ring, at + place)
-        full = ring.full_of(chunks.ring, at + place)
-        ring.expect(chunks.ring, at + place, SHAPE.N * WIDTH * PER * 2)
-        for chunk in gl.static_range(PER):
-            column = item.kh * MATRIX.columns_head + (place * PER + chunk) * WIDTH
-            for page in gl.static_range(PAGES):
-                to = chunks.pages.index((stage_of(chunks.ring, at + place) * PER + chunk) * PAGES + page)
-                load_box(desc, [rows[page], column], full, to)
+    ring.wait_empty(halves.ring, n)
+    ring.expect(halves.ring, n, SHAPE.N * COLUMNS.size * 2)
+    for chunk in gl.static_range(CHUNKS):
+        column = item.kh * MATRIX.columns_head + chunk * WIDTH
+        for page in gl.static_range(PAGES):
+            to = halves.pages.index((stage_of(halves.ring, n) * CHUNKS + chunk) * PAGES + page)
+            load_box(desc, [rows[page], column], ring.full_of(halves.ring, n), to)
 
 
 @gluon.jit
@@ -118,21 +120,11 @@ def load_segments(
     """Takes segments by the fourth counter, publishes them, and loads their keys and values, the last tile first."""
     K_SHAPE: gl.constexpr = DECODES.k
     V_SHAPE: gl.constexpr = DECODES.v
-    K_CHUNKS: gl.constexpr = DECODES.k.size // WIDTH // DECODES.row_slots
-    V_CHUNKS: gl.constexpr = DECODES.v.size // WIDTH // DECODES.row_slots
-    chunks = memory.chunks
-    programs = gl.num_programs(0)
-    counters = batch.tensors.taken
-    if batch.tensors.arrived is not None:
-        counters = batch.tensors.arrived
-    full, last, _tiles, states = total_items(programs > 0, batch, True, SPEC, PLAN, SHAPE)
-    fits = states * SPEC.K <= PLAN.cuts.states
-    work = Items(fits, full + last, full, last, 0 * programs, programs, counters)
-    count = gl.where(fits, (full + last) * SPEC.K, 0)
+    work = items_of_decoders(batch, SPEC, PLAN, SHAPE)
     unit = gl.program_id(0)
     n = 0
-    at = 0  # chunks so far
-    while unit < count:
+    at = 0  # halves of tiles so far
+    while unit < work.tiles * SPEC.K:
         item = item_of(unit, work, batch, True, SPEC, PLAN, SHAPE)
         write_item(memory, n, item, 1)
         fill(memory.item_ring, n)
@@ -145,99 +137,59 @@ def load_segments(
             later = gl.maximum(half - HALVES, 0)  # one tile ahead, to hide their latency
             ids0 = latent_roles.load_ids(item, later, batch, SPEC, DECODES)
             ids1 = latent_roles.load_ids(item, later + 1, batch, SPEC, DECODES)
-            load_half(descs[0], now0, item, half, at, chunks, K_SHAPE, SPEC, DECODES)
-            load_half(descs[0], now1, item, half + 1, at + K_CHUNKS, chunks, K_SHAPE, SPEC, DECODES)
-            at += HALVES * K_CHUNKS
-            load_half(descs[1], now0, item, half, at, chunks, V_SHAPE, SPEC, DECODES)
-            load_half(descs[1], now1, item, half + 1, at + V_CHUNKS, chunks, V_SHAPE, SPEC, DECODES)
-            at += HALVES * V_CHUNKS
+            load_half(descs[0], now0, item, half, at, memory.halves, K_SHAPE, SPEC, DECODES)
+            load_half(descs[0], now1, item, half + 1, at + 1, memory.halves, K_SHAPE, SPEC, DECODES)
+            load_half(descs[1], now0, item, half, at + HALVES, memory.halves, V_SHAPE, SPEC, DECODES)
+            load_half(descs[1], now1, item, half + 1, at + (HALVES + 1), memory.halves, V_SHAPE, SPEC, DECODES)
+            at += 2 * HALVES
         n += 1
-        unit = programs + gl.atomic_add(counters + 3, 1)
+        unit = next_segment(work)
     end_items(memory, n, 1)
 
 
 @gluon.jit
-def multiply_keys(at, zero, memory, SHAPE: gl.constexpr, APART: gl.constexpr):
-    """The scores ``[64, M]`` of the halves of a tile, whose first chunk is the at-th."""
-    PER: gl.constexpr = SHAPE.row_slots
-    PLACES: gl.constexpr = SHAPE.k.size // WIDTH // PER
-    chunks = memory.chunks
-    scores: gl.tuple = ()
-    for half in gl.static_range(HALVES):
-        qk = zero
-        for place in gl.static_range(PLACES):
-            n = at + (half * PLACES + place)
-            ring.wait_full(chunks.ring, n)
-            for chunk in gl.static_range(PER):
-                rows = memory.queries.index(place * PER + chunk).permute((1, 0))
-                keys = chunks.tiles.index(stage_of(chunks.ring, n) * PER + chunk)
-                qk = warpgroup_mma(keys, rows, qk, use_acc=place + chunk > 0, is_async=True)
-        if APART:
-            qk = warpgroup_mma_wait(0, deps=[qk])
-            for place in gl.static_range(PLACES):
-                release(chunks.ring, at + (half * PLACES + place))
-        scores += (qk,)
-    if not APART:
-        scores = warpgroup_mma_wait(0, deps=scores)
-        for place in gl.static_range(HALVES * PLACES):
-            release(chunks.ring, at + place)
+def multiply_keys(n, zero, memory, SHAPE: gl.constexpr):
+    """The scores ``[64, M]`` of half a tile of keys, the n-th."""
+    CHUNKS: gl.constexpr = SHAPE.k.size // WIDTH
+    ring.wait_full(memory.halves.ring, n)
+    scores = zero
+    for chunk in gl.static_range(CHUNKS):
+        keys = memory.halves.tiles.index(stage_of(memory.halves.ring, n) * CHUNKS + chunk)
+        rows = memory.queries.index(chunk).permute((1, 0))
+        scores = warpgroup_mma(keys, rows, scores, use_acc=chunk > 0, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    release(memory.halves.ring, n)
     return scores
 
 
 @gluon.jit
-def wait_for(acc):
-    if len(acc) == 1:
-        done = (warpgroup_mma_wait(0, deps=acc),)
+def multiply_values(acc, n, half: gl.constexpr, memory, SHAPE: gl.constexpr):
+    """``acc``, a tuple of ``[64, M]``, with the values of half a tile, the n-th, multiplied by their weights."""
+    CHUNKS: gl.constexpr = SHAPE.v.size // WIDTH
+    ring.wait_full(memory.halves.ring, n)
+    made: gl.tuple = ()
+    for chunk in gl.static_range(CHUNKS):
+        columns = memory.halves.tiles.index(stage_of(memory.halves.ring, n) * CHUNKS + chunk).permute((1, 0))
+        weights = memory.weights.index(half).permute((1, 0))
+        made += (warpgroup_mma(columns, weights, acc[chunk], is_async=True),)
+    if CHUNKS == 1:
+        made = (warpgroup_mma_wait(0, deps=made),)
     else:
-        done = warpgroup_mma_wait(0, deps=acc)
-    return done
+        made = warpgroup_mma_wait(0, deps=made)
+    release(memory.halves.ring, n)
+    return made
 
 
 @gluon.jit
-def multiply_values(acc, decay, at, memory, SHAPE: gl.constexpr, APART: gl.constexpr):
-    """``acc``, a tuple of ``[64, M]``, with the values of a tile, whose first chunk is the at-th, multiplied by the
-    weights."""
-    PER: gl.constexpr = SHAPE.row_slots
-    PLACES: gl.constexpr = SHAPE.v.size // WIDTH // PER
-    chunks = memory.chunks
-    sums: gl.tuple = ()
-    for n in gl.static_range(len(acc)):
-        sums += (acc[n] * decay[None, :],)
-    for half in gl.static_range(HALVES):
-        made: gl.tuple = ()
-        for place in gl.static_range(PLACES):
-            n = at + (half * PLACES + place)
-            ring.wait_full(chunks.ring, n)
-            for chunk in gl.static_range(PER):
-                columns = chunks.tiles.index(stage_of(chunks.ring, n) * PER + chunk).permute((1, 0))
-                weights = memory.weights.index(half).permute((1, 0))
-                made += (warpgroup_mma(columns, weights, sums[place * PER + chunk], is_async=True),)
-        if APART:
-            made = wait_for(made)
-            for place in gl.static_range(PLACES):
-                release(chunks.ring, at + (half * PLACES + place))
-        sums = made
-    if not APART:
-        sums = wait_for(sums)
-        for place in gl.static_range(HALVES * PLACES):
-            release(chunks.ring, at + place)
-    return sums
-
-
-@gluon.jit
-def zero_past(at, begin, seq_len, memory, SHAPE: gl.constexpr):
-    """Zero the values past the sequence in a tile, whose first chunk is the at-th and whose first key is ``begin``."""
-    PER: gl.constexpr = SHAPE.row_slots
-    PLACES: gl.constexpr = SHAPE.v.size // WIDTH // PER
+def zero_past(n, begin, seq_len, memory, SHAPE: gl.constexpr):
+    """Zero the values past the sequence in half a tile, the n-th, whose first key is ``begin``."""
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
-    chunks = memory.chunks
-    for place in range(HALVES * PLACES):
-        ring.wait_full(chunks.ring, at + place)
-        for page in range(PER * PAGES):
-            first = begin + place // PLACES * SHAPE.N + page % PAGES * SHAPE.page
-            if first + SHAPE.page > seq_len:
-                values = chunks.pages.index(stage_of(chunks.ring, at + place) * (PER * PAGES) + page)
-                zero_rows(values, first, 0, seq_len)
+    PLACES: gl.constexpr = SHAPE.v.size // WIDTH * PAGES
+    ring.wait_full(memory.halves.ring, n)
+    for place in range(PLACES):
+        first = begin + place % PAGES * SHAPE.page
+        if first + SHAPE.page > seq_len:
+            zero_rows(memory.halves.pages.index(stage_of(memory.halves.ring, n) * PLACES + place), first, 0, seq_len)
 
 
 @gluon.jit
@@ -279,9 +231,7 @@ def attend_segment(item, total, batch, memory, SPEC: gl.constexpr, PLAN: gl.cons
     MASKS: gl.constexpr = SPEC.masks
     M: gl.constexpr = SHAPE.M
     N: gl.constexpr = HALVES * SHAPE.N
-    K_PLACES: gl.constexpr = HALVES * (SHAPE.k.size // WIDTH) // SHAPE.row_slots
-    TILE: gl.constexpr = K_PLACES + HALVES * (SHAPE.v.size // WIDTH) // SHAPE.row_slots
-    APART: gl.constexpr = PLAN.mode & 1
+    CHUNKS: gl.constexpr = SHAPE.v.size // WIDTH
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, layout)
     factor = batch.numbers.scale * LOG2E
@@ -291,13 +241,14 @@ def attend_segment(item, total, batch, memory, SPEC: gl.constexpr, PLAN: gl.cons
     m = gl.full([M], float("-inf"), gl.float32, row_layout)
     l = tile_sums(zero, zero)
     acc: gl.tuple = ()
-    for _chunk in gl.static_range(SHAPE.v.size // WIDTH):
+    for _chunk in gl.static_range(CHUNKS):
         acc += (zero,)
     mixed.take_queries(item, None, batch, memory, SPEC, SHAPE)
     for t in range(item.tiles):
         tile = item.end_tile - 1 - t
-        at = (total + t) * TILE
-        s0, s1 = multiply_keys(at, zero, memory, SHAPE, APART)
+        at = (total + t) * (2 * HALVES)  # halves of keys, then of values
+        s0 = multiply_keys(at, zero, memory, SHAPE)
+        s1 = multiply_keys(at + 1, zero, memory, SHAPE)
         if needs_mask(tile, item.full_start, item.full_end, MASKS) | (t == 0):
             j = tile * N + gl.arange(0, SHAPE.N, gl.SliceLayout(1, layout))
             kept = keep_seen(j[:, None], low[None, :], i[None, :], item.seq_len, MASKS)
@@ -305,7 +256,8 @@ def attend_segment(item, total, batch, memory, SPEC: gl.constexpr, PLAN: gl.cons
             kept = keep_seen(j[:, None] + SHAPE.N, low[None, :], i[None, :], item.seq_len, MASKS)
             s1 = gl.where(kept, s1, float("-inf"))
             if tile * N + N > item.seq_len:
-                zero_past(at + K_PLACES, tile * N, item.seq_len, memory, SHAPE)
+                for half in range(HALVES):
+                    zero_past(at + HALVES + half, tile * N + half * SHAPE.N, item.seq_len, memory, SHAPE)
         m_new = gl.maximum(m, gl.max(gl.maximum(s0, s1), 0))
         shift = gl.where(m_new == float("-inf"), 0.0, m_new) * factor
         p0 = gl.exp2(gl.fma(s0, factor, -shift[None, :]))
@@ -316,7 +268,11 @@ def attend_segment(item, total, batch, memory, SPEC: gl.constexpr, PLAN: gl.cons
         memory.weights.index(1).permute((1, 0)).store(p1.to(memory.weights.dtype))
         fence_async_shared()
         l = gl.fma(l, gl.convert_layout(decay, gl.SliceLayout(0, l.type.layout))[None, :], tile_sums(p0, p1))
-        acc = multiply_values(acc, decay, at + K_PLACES, memory, SHAPE, APART)
+        scaled: gl.tuple = ()
+        for chunk in gl.static_range(CHUNKS):
+            scaled += (acc[chunk] * decay[None, :],)
+        acc = multiply_values(scaled, at + HALVES, 0, memory, SHAPE)
+        acc = multiply_values(acc, at + (HALVES + 1), 1, memory, SHAPE)
     l = gl.convert_layout(gl.sum(gl.sum(l.reshape([2, 2, M]), 1), 0), row_layout)
     store_state(acc, l, m, item, batch, SPEC, CUTS, SHAPE)
 

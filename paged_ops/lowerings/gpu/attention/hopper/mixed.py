@@ -163,20 +163,13 @@ class DecodeMemory(NamedTuple):
 
 @gluon.jit
 def decode_memory(dtype: gl.constexpr, SHAPE: gl.constexpr):
-    queries, chunks = chunk_memory(dtype, SHAPE)
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    return DecodeMemory(queries, chunks, gl.allocate_shared_memory(dtype, [SHAPE.M, SHAPE.N], layout))
-
-
-@gluon.jit
-def chunk_memory(dtype: gl.constexpr, SHAPE: gl.constexpr):
-    """The places of chunks of query rows, and of keys and values."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PLACES: gl.constexpr = SHAPE.stages
     queries = gl.allocate_shared_memory(dtype, [SHAPE.k.size // WIDTH, SHAPE.M, WIDTH], layout)
     pages = gl.allocate_shared_memory(dtype, [PLACES * (SHAPE.N // SHAPE.page), SHAPE.page, WIDTH], layout)
     tiles = reinterpret(pages, dtype, [PLACES, SHAPE.N, WIDTH], layout)
-    return queries, TileRing(pages, tiles, ring.ring_of(PLACES, 1, 1))
+    weights = gl.allocate_shared_memory(dtype, [SHAPE.M, SHAPE.N], layout)
+    return DecodeMemory(queries, TileRing(pages, tiles, ring.ring_of(PLACES, 1, 1)), weights)
 
 
 @gluon.jit
