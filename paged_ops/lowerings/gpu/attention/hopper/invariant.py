@@ -66,7 +66,6 @@ class Plan(NamedTuple):
     division: Division
     cuts: Cuts
     lead: int  # tiles that are still to be loaded when the next item is taken
-    mode: int = 0
     beside: int = 0  # packed query rows, at most, of the sequences that decoders compute: see invariant_beside.py
 
 
@@ -168,7 +167,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         read = spec._replace(query=(spec.K * spec.G * D, D, 1))
     constants = {
         "SPEC": read,
-        "PLAN": Plan(division, cuts, LEAD, beside.MODE, beside.ROWS if decoders else 0),
+        "PLAN": Plan(division, cuts, LEAD, beside.ROWS if decoders else 0),
         "SHAPE": shape,
         "enable_fp_fusion": False,
         **target.overlap(),

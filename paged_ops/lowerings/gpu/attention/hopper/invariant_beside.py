@@ -27,13 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles, mixed, ring
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E, zero_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import BLOCK_M, HopperShape, Shared, shared_memory
-from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import (
-    consumer,
-    item_of,
-    items_of_decoders,
-    next_segment,
-    scheduler,
-)
+from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import Items, consumer, item_of, scheduler, total_items
 from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing, producer, rows_of
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, signal_of, stage_of
 from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, end_items, next_tiles, read_item, write_item
@@ -48,7 +42,6 @@ KEYS = 128  # of a tile, as in invariant.py
 HALVES = gl.constexpr(KEYS // mixed.KEYS)
 WIDTH = mixed.WIDTH
 REGISTERS = (208, 208, 32, 32, 32)  # of a thread of the consumers and of the single warps; the decoder has the rest
-MODE = 8
 SLOTS = 2  # items, and segments, that are published ahead
 
 
@@ -120,11 +113,18 @@ def load_segments(
     """Takes segments by the fourth counter, publishes them, and loads their keys and values, the last tile first."""
     K_SHAPE: gl.constexpr = DECODES.k
     V_SHAPE: gl.constexpr = DECODES.v
-    work = items_of_decoders(batch, SPEC, PLAN, SHAPE)
+    programs = gl.num_programs(0)
+    counters = batch.tensors.taken
+    if batch.tensors.arrived is not None:
+        counters = batch.tensors.arrived
+    full, last, _tiles, states = total_items(programs > 0, batch, True, SPEC, PLAN, SHAPE)
+    fits = states * SPEC.K <= PLAN.cuts.states
+    work = Items(fits, full + last, full, last, 0 * programs, programs, counters)
+    count = gl.where(fits, (full + last) * SPEC.K, 0)
     unit = gl.program_id(0)
     n = 0
     at = 0  # halves of tiles so far
-    while unit < work.tiles * SPEC.K:
+    while unit < count:
         item = item_of(unit, work, batch, True, SPEC, PLAN, SHAPE)
         write_item(memory, n, item, 1)
         fill(memory.item_ring, n)
@@ -143,7 +143,7 @@ def load_segments(
             load_half(descs[1], now1, item, half + 1, at + (HALVES + 1), memory.halves, V_SHAPE, SPEC, DECODES)
             at += 2 * HALVES
         n += 1
-        unit = next_segment(work)
+        unit = programs + gl.atomic_add(counters + 3, 1)
     end_items(memory, n, 1)
 
 

@@ -183,65 +183,33 @@ def scheduler(batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr, SHA
 
 
 @gluon.jit
-def items_of_decoders(batch, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
-    """The segments of sequences with few rows; none if the workspace does not hold all states."""
-    programs = gl.num_programs(0)
-    counters = batch.tensors.taken
-    if batch.tensors.arrived is not None:
-        counters = batch.tensors.arrived
-    full, last, _tiles, states = total_items(programs > 0, batch, True, SPEC, PLAN, SHAPE)
-    fits = states * SPEC.K <= PLAN.cuts.states
-    return Items(fits, gl.where(fits, full + last, 0), full, last, 0 * programs, programs, counters)
-
-
-@gluon.jit
-def next_segment(work):
-    """A segment of the decoders that is not taken yet, if there is one."""
-    return work.programs + gl.atomic_add(work.counters + 3, 1)
-
-
-@gluon.jit
-def publish(item, n, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Publish the n-th item, and copy its query rows. With fewer places for rows than for items, keys can come before
-    the rows."""
-    write_item(shared, n, item, SHAPE.warps)
-    prefetch_ids(batch, item, item.end_tile - item.tiles, SPEC, SHAPE)
-    if SHAPE.row_slots < SHAPE.slots:
-        fill(shared.item_ring, n)
-        wait_empty(shared.item_ring, n + SHAPE.slots - 1)  # the item before, by the consumers
-        begin_rows(not_kept(batch.tensors.query), item, shared.q_groups, 0, SPEC, SHAPE, SHAPE.warps)
-        await_rows()
-        fill(shared.rows_full, n)
-    else:
-        slot = stage_of(shared.item_ring, n)
-        begin_rows(batch.tensors.query, item, shared.q_groups, slot, SPEC, SHAPE, SHAPE.warps)
-        await_rows()
-        fill(shared.item_ring, n)
-
-
-@gluon.jit
 def take_in_time(work, batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
     """As ``take_items`` of producer.py, but each item is taken when the producer fills ``ending``: it has PLAN.lead
-    tiles of the one before still to load. So programs end at about the same time, and their loads do not stop. At the
-    end, segments that the decoders have not taken."""
+    tiles of the one before still to load. So programs end at about the same time, and their loads do not stop. With
+    fewer places for rows than for items, keys can come before the query rows."""
+    ROWS_LATER: gl.constexpr = SHAPE.row_slots < SHAPE.slots
     last = work.tiles * SPEC.K - 1
     reverse, start, at = first_item(work.few, work.programs)
     ticket = gl.program_id(0)
     n = 0
     while ticket <= last:
         item = item_of(gl.where(reverse, last - at, at), work, batch, False, SPEC, PLAN, SHAPE)
-        publish(item, n, batch, shared, SPEC, SHAPE)
+        write_item(shared, n, item, SHAPE.warps)
+        prefetch_ids(batch, item, item.end_tile - item.tiles, SPEC, SHAPE)
+        if ROWS_LATER:
+            fill(shared.item_ring, n)
+            wait_empty(shared.item_ring, n + SHAPE.slots - 1)  # the item before, by the consumers
+            begin_rows(not_kept(batch.tensors.query), item, shared.q_groups, 0, SPEC, SHAPE, SHAPE.warps)
+            await_rows()
+            fill(shared.rows_full, n)
+        else:
+            slot = stage_of(shared.item_ring, n)
+            begin_rows(batch.tensors.query, item, shared.q_groups, slot, SPEC, SHAPE, SHAPE.warps)
+            await_rows()
+            fill(shared.item_ring, n)
         wait_full(ending, n)
         ticket, at = take(work.counters, reverse, start, work.programs, last)
         n += 1
-    if PLAN.beside and PLAN.mode & 8:
-        left = items_of_decoders(batch, SPEC, PLAN, SHAPE)
-        unit = next_segment(left)
-        while unit < left.tiles * SPEC.K:
-            publish(item_of(unit, left, batch, True, SPEC, PLAN, SHAPE), n, batch, shared, SPEC, SHAPE)
-            wait_full(ending, n)
-            unit = next_segment(left)
-            n += 1
     end_items(shared, n, SHAPE.warps)
 
 
