@@ -1,7 +1,7 @@
 """The order in which the batch-invariant Hopper kernels sum weights, for tiles of scores in both orientations.
 
-In a tile of 128 keys those 64 keys apart are added first, then those 8 apart, 1 apart, and 16 and 32 apart. What is left
-is one sum for each two of 8 keys. These four are kept over the tiles of a segment; at its end they become one.
+In a tile of 128 keys those 64 keys apart are added first, then those 8 apart, 1 apart, and 16 and 32 apart. One sum is
+left for each two of 8 keys. These four are kept over the tiles of a segment; at its end they become one.
 
 A consumer has query rows as rows, and each of a row's four threads has the 32 columns of one such sum. The decoder has
 keys as rows: of each 64 a warp has 16. All sums are over axes of two, so no compiler can add them in another order.
