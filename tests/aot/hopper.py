@@ -108,6 +108,22 @@ VARIANTS = [
         spills=INVARIANT_SPILLS,
     ),
     Variant(
+        "hopper-invariant-decodes-beside-prompts",
+        both(
+            prefill("NHD", 128, 32, 8, T=2111, S=64, batch_invariant=True),
+            prefill("HND", 64, 28, 4, torch.float16, T=2511, S=64, batch_invariant=True),
+        ),
+        {
+            "cuda:90": (
+                *EXPECT["cuda:90"],
+                r"wgmma\.mma_async.*m64n8k16",
+                r"cp\.async\.bulk\.tensor\.2d",
+                r"\.entry invariant_beside_kernel",
+            )
+        },
+        spills=INVARIANT_SPILLS,
+    ),
+    Variant(
         "hopper-latent-h16-and-h8-fp16-two-tokens-window-cap",
         both(
             latent(16, B=64, T=4),

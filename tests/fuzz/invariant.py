@@ -42,6 +42,7 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"bidirectional_ranges": True, "sliding_window": 40, "alibi_slopes": True},
 )
 PLANTED = 16  # one case of so many moves a cut
+PROCESSORS = 132  # of the largest Hopper GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +97,10 @@ class Setting:
         """Whether it is of the kinds that hopper/invariant.py serves."""
         plain = self.features.keys() <= {"causal"} and self.G <= 64
         return plain and self.dtype == self.kind != torch.float32 and self.D == self.Dv in (64, 128)
+
+    def may_have_decoders(self, device: str) -> bool:
+        """Whether hopper/invariant_beside.py computes some of its batches, if TMA can address the cache."""
+        return device != "cpu" and len(with_cuts(device)) > 1 and self.has_hopper_kernel() and self.G <= 8
 
 
 @dataclasses.dataclass
@@ -197,6 +202,10 @@ class Rows:
         of = [-(-each.n // B) for each, _, _ in batch]
         S, M = len(batch) + rng.choice((0, 0, 1, 3)), max(of) + rng.choice((0, 1, 5))
         T = sum(q for _, _, q in batch) + rng.choice((0, 0, 1, 20))
+        if s.may_have_decoders(self.case.options.device) and rng.random() < 0.4:
+            # Sizes of a prompt with decodes beside it; also without one, as only the device knows the lengths.
+            S, T = S + 16, max(T, 128 * -(-PROCESSORS // s.K) // s.G + 16 * (S + 16))
+            self.case.counts["calls with decoders"] += 1
         N = sum(of) + rng.choice((1, 2, 7))
         store = Store(form, N, self.device, rng)
         ids, named = rng.sample(range(N), N), {"kv_cache_dtype": self.name(form)}

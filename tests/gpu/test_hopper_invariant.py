@@ -72,9 +72,9 @@ def test_leaves_to_triton(other):
     assert chosen(**other)[0] is invariant_triton
 
 
-def items_by_the_code(heads, tokens, lens, monkeypatch, D=128, most=None, light=0):
+def items_by_the_code(heads, tokens, lens, monkeypatch, D=128, most=None, light=0, decodes=False):
     """Of each item its key/value head, sequence, first token, tiles of keys and place; and the launch's constants.
-    ``light``: programs that first take short sequences."""
+    ``light``: programs that first take short sequences. ``decodes``: the decoders' items."""
     of_call, shapes = planned(*heads, sum(tokens), len(lens), D)
     plan = choose.launches_of(invariant, of_call, SMALL, shapes)
     constants = plan.launches[0]._launcher._constants
@@ -100,6 +100,13 @@ def items_by_the_code(heads, tokens, lens, monkeypatch, D=128, most=None, light=
         arrived=None,
     )
     given = SimpleNamespace(tensors=tensors, numbers=SimpleNamespace(S=len(lens), window=0, chunk=0))
+    if decodes:
+        full, last, _, states = invariant_roles.total_items(True, given, True, SPEC, PLAN, SHAPE)
+        fits = states * SPEC.K <= PLAN.cuts.states
+        work_ = invariant_roles.Items(fits, full + last, full, last, 0, SMALL.processors, None)
+        units = range(int((full + last) * SPEC.K * fits))
+        items = [invariant_roles.item_of(torch.tensor(at), work_, given, True, SPEC, PLAN, SHAPE) for at in units]
+        return items, SPEC, SHAPE, PLAN.cuts
     taken: list[Any] = []
     monkeypatch.setattr(invariant_roles, "take_in_time", lambda work, *_: taken.append(work))
     monkeypatch.setattr(invariant_roles.gl, "num_programs", lambda axis: SMALL.processors, raising=False)
@@ -108,7 +115,7 @@ def items_by_the_code(heads, tokens, lens, monkeypatch, D=128, most=None, light=
     invariant_roles.scheduler(given, None, None, SPEC, PLAN, SHAPE)
     (of_items,) = taken
     items = [
-        invariant_roles.item_of(torch.tensor(at), of_items, given, SPEC, PLAN, SHAPE)
+        invariant_roles.item_of(torch.tensor(at), of_items, given, False, SPEC, PLAN, SHAPE)
         for at in range(int(of_items.tiles) * SPEC.K)
     ]
     return items, SPEC, SHAPE, PLAN.cuts
@@ -151,6 +158,49 @@ def test_each_tile_of_each_row_is_in_one_item(heads, tokens, lens, most, monkeyp
         last = lens[s] - tokens[s] + min(first + SHAPE.M // G, tokens[s]) - 1
         assert sorted(tiles) == list(range(max(last // N + 1, 1)))
     assert bool(places) == (most is None and tokens != [3])
+
+
+@pytest.mark.parametrize("most", [None, 0], ids=["segments", "no segments"])
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (16, 16)])
+def test_decoders_have_the_segments_of_sequences_with_few_rows(heads, most, monkeypatch):
+    """With their places among all states; consumers have the others, and all if the workspace holds no states."""
+    G, dice = heads[0] // heads[1], random.Random(0)
+    tokens = [*([1] * 20), 2, 8 // G, 8 // G + 1, 16, 9000, 1]
+    dice.shuffle(tokens)
+    lens = [dice.randint(q, 20_000) for q in tokens]
+    lens[tokens.index(1)] = 0
+    with monkeypatch.context() as patched:
+        items, SPEC, SHAPE, CUTS = items_by_the_code(heads, tokens, lens, patched, most=most, decodes=True)
+    with monkeypatch.context() as patched:
+        others, *_ = items_by_the_code(heads, tokens, lens, patched, most=most)
+    few = {s for s, q in enumerate(tokens) if q * G <= 8}
+    assert {int(each.s) for each in others} == {*range(len(tokens))} - (few if most is None else set())
+    assert {int(each.s) for each in items} == (few if most is None else set())
+    places = [int(each.oldest) for each in (*items, *others) if each.oldest >= 0]
+    assert len(places) == len({*places}) and all(place < CUTS.states for place in places)
+    counts = [
+        -(-n // (CUTS.tiles * SHAPE.N)) or 1 if q * G <= CUTS.rows else 0 for q, n in zip(tokens, lens, strict=True)
+    ]
+    for each in items:
+        s, segment = int(each.s), int(each.end_tile - each.tiles) // CUTS.tiles
+        assert int(each.oldest) == (sum(counts[:s]) + segment) * SPEC.K + int(each.kh)
+        assert int(each.end_tile) == min((segment + 1) * CUTS.tiles, max(-(-lens[s] // SHAPE.N), 1))
+    if most is None:
+        found = sorted((int(each.s), int(each.kh), int(each.end_tile)) for each in items)
+        assert len({*found}) == len(found) == sum(counts[s] for s in few) * SPEC.K
+
+
+def test_batches_of_prompts_and_decodes_have_decoders():
+    """If TMA can address the cache, and few query heads share keys."""
+    for heads, T, S, cache, has in (
+        *[((32, 8), T, 64, {}, T > 400) for T in (64, 400, 2111)],
+        *[((32, 8), 2111, S, {}, 16 <= S <= 256) for S in (1, 15, 16, 256, 300)],
+        ((32, 8), 2111, 64, {"B": 12}, False),
+        ((32, 2), 9000, 64, {}, False),
+        ((8, 1), 9000, 64, {}, True),
+    ):
+        kernel, choice = chosen(*heads, T, S, **cache)
+        assert kernel is invariant and choice[-1] == has, (heads, T, S, cache)
 
 
 @pytest.mark.parametrize("light", [3, -3])
@@ -197,6 +247,19 @@ BATCHES = {
         "layout": "X_PACKED",
     },
 }
+
+
+DECODES = {"tokens": [*([1] * 16), 2, 3, 700], "lens": [0, 1, 127, 128, 129, *range(700, 9500, 800), 4097, 70, 3000]}
+BATCHES |= {
+    "decodes beside a prompt": {"heads": (32, 8), **DECODES, "padding": 5},
+    "two tokens beside a prompt, not causal": {
+        "heads": (16, 4), "tokens": [2] * 16 + [1500], "lens": [900] * 16 + [2000], "causal": False,
+    },
+    "decodes beside a prompt, head size 64, float16, head-major": {
+        "heads": (28, 4), "tokens": [*DECODES["tokens"][:-1], 1500], "lens": DECODES["lens"], "D": 64, "dtype": FP16,
+        "layout": "HND", "B": 64,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.gpu
@@ -280,9 +343,12 @@ def test_rows_have_the_same_bits_in_any_batch_and_cache(heads, D, dtype, cache):
     rows = sorted({0, 1023, 4095, 4096, n - 1, *dice.sample(range(n), 8)})
     cuts = sorted({0, n, *dice.sample(range(n), 4)})
     chunks = list(itertools.pairwise(cuts))
-    for parts in ([(i, i + 1) for i in rows], chunks, [(max(i - 3, 0), i + 1) for i in rows], [(n - 1, n)]):
-        together = [*parts, *chunks[:1]] if cache == CACHES[0] and parts is not chunks else parts
+    more = dice.sample(range(n), 20)  # decoders compute their segments beside the prompt
+    beside = [*((i, i + 1) for i in more), *((max(i - 1, 0), i + 1) for i in rows), (n // 2, n), (70, 73), (0, 1)]
+    for parts in ([(i, i + 1) for i in rows], chunks, [(max(i - 3, 0), i + 1) for i in rows], [(n - 1, n)], beside):
+        alone = cache != CACHES[0] or parts is chunks or parts is beside
+        together = parts if alone else [*parts, *chunks[:1]]
         for which in {tuple(parts), tuple(together)}:
-            found = attend(list(which), cache, capture=len(which) == len(rows))
+            found = attend(list(which), cache, capture=len(which) in (len(rows), len(beside)))
             for (first, end), (out_, lse_) in zip(which, found, strict=True):
                 assert torch.equal(out_, out[first:end]) and torch.equal(lse_, lse[first:end]), (first, end)

@@ -176,7 +176,7 @@ def by_code(monkeypatch, told, loaded):
         "first_item": lambda *_: (False, 0, 0), "rows_of": lambda *_: None, "work_item": lambda item, *_: told[item],
         "fence_async_shared": lambda: None, "halve_rows": halve_rows, "as_words": lambda given, *_: given,
         "widen_words": lambda words, _: (words, words), "item_of": lambda item, *_: told[item],
-        "prefetch_ids": lambda *_: None,
+        "prefetch_ids": lambda *_: None, "not_kept": lambda address: address,
         "async_copy": SimpleNamespace(wait_group=lambda _: None, commit_group=lambda: None),
         "as_tiles": lambda pages, *_: pages, "rows_at_once": lambda _: 1, "load_any": load_any,
     }  # fmt: skip
@@ -195,9 +195,9 @@ class Joined:
         return self.content
 
 
-def consumer(which, told, shared):
+def consumer(which, told, shared, row_slots=2):
     """The order in which consumer.py waits, reads and releases. ``told``: of each item the tiles of keys, and whether
-    the second consumer has rows."""
+    the second consumer has rows. ``row_slots``: places of query rows, if there are fewer than of items."""
     state = "given" if shared.row_factors is None else "halved"
     items, k, v = shared.item_ring, shared.k, shared.v
 
@@ -223,7 +223,7 @@ def consumer(which, told, shared):
             else:
                 if shared.rows_full is not None:
                     ring.wait_full(shared.rows_full, n)
-                rows = shared.q_groups.index(ring.stage_of(items, n))
+                rows = shared.q_groups.index(ring.stage_of(items, n) % row_slots)
                 for t in range(at, end):
                     wait_for(k, t)
                     assert rows.content == (n, state)
@@ -305,15 +305,15 @@ def run_once(monkeypatch, seed, pairs, shape, of_bytes, halved):
 @pytest.mark.slow
 @pytest.mark.parametrize("lead", [1, 4, 8])
 @pytest.mark.parametrize("load", ["tma", "copies", "elements"])
-@pytest.mark.parametrize(("stages", "slots"), [(2, 2), (3, 2), (2, 1)])
-def test_items_are_taken_in_time(stages, slots, load, lead, monkeypatch):
+@pytest.mark.parametrize(("stages", "slots", "row_slots"), [(2, 2, 2), (3, 2, 2), (2, 1, 1), (2, 2, 1)])
+def test_items_are_taken_in_time(stages, slots, row_slots, load, lead, monkeypatch):
     """By take_in_time of invariant_roles.py, with its three ways of loading tiles."""
     for seed in range(10):
         with monkeypatch.context() as patched:
-            take_and_attend(patched, seed, stages, slots, load, lead)
+            take_and_attend(patched, seed, stages, slots, row_slots, load, lead)
 
 
-def take_and_attend(monkeypatch, seed, stages, slots, load, lead):
+def take_and_attend(monkeypatch, seed, stages, slots, row_slots, load, lead):
     turns, chance = Turns(seed), random.Random(seed)
     counts = [chance.choice([1, 1, 2, 3, 5, 9]) for _ in range(chance.randrange(1, 8))]
     items = [Item(*[0] * FIELDS)._replace(tiles=count, row_start=n) for n, count in enumerate(counts)]
@@ -337,13 +337,16 @@ def take_and_attend(monkeypatch, seed, stages, slots, load, lead):
     rows = (places(),)
     rows[0].dtype = None
     keys, values, ending = tiles_of(), tiles_of(), ring_of(slots, 1)
-    shared = Shared(places(), ring_of(slots, 3), rows[0], rows, keys, values, None, None, None, None, None)
+    later = ring_of(1, 1) if row_slots < slots else None
+    shared = Shared(places(), ring_of(slots, 3), rows[0], rows, keys, values, None, None, None, later, None)
     by_code(monkeypatch, items, {id(each.pages): 0 for each in (keys, values)})
     columns, masks = SimpleNamespace(parts=(128,), matrix=None, size=128), SimpleNamespace(first=0)
-    shape = SimpleNamespace(warps=4, stages=stages, slots=slots, N=128, page=16, k=columns, v=columns)
+    shape = SimpleNamespace(
+        warps=4, stages=stages, slots=slots, row_slots=row_slots, N=128, page=16, k=columns, v=columns
+    )
     side = SimpleNamespace(size=128)
     SPEC = SimpleNamespace(K=1, B=16, table=1, masks=masks, k_side=side, v_side=side)
-    plan = SimpleNamespace(lead=lead)
+    plan = SimpleNamespace(lead=lead, beside=0)
     numbers = SimpleNamespace(T=0, S=len(items), table_stride=0)
     batch = SimpleNamespace(tensors=SimpleNamespace(query=None, block_tables=0), numbers=numbers)
     work_ = SimpleNamespace(tiles=len(items), few=0, programs=1, counters=None)
@@ -355,6 +358,6 @@ def take_and_attend(monkeypatch, seed, stages, slots, load, lead):
     turns.run(
         lambda: invariant_roles.take_in_time(work_, batch, shared, ending, SPEC, plan, shape),
         loads[load],
-        consumer(0, told, shared),
-        consumer(1, told, shared),
+        consumer(0, told, shared, row_slots),
+        consumer(1, told, shared, row_slots),
     )

@@ -9,6 +9,7 @@ the segments of a long sequence go to all multiprocessors; the item's result is 
 ``invariant_states_kernel`` folds the states. Otherwise the consumer folds the segments: sums of the segments so far are
 in the workspace, in L2, as registers and shared memory are full. Whether segments are items may change with the batch;
 it changes no bit, as the same operations follow each other for each row. Programs take items by a counter.
+With prompts and many sequences, a decoder in each program computes the segments of decodes: invariant_beside.py.
 
 Each row takes the same instructions in tiles of 64 and of 128 rows: 64 rows of one warpgroup. Multiply-adds are written
 as such, and kernels are compiled without fusing others.
@@ -20,7 +21,7 @@ Letters: as in dense.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,7 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
-from paged_ops.lowerings.gpu.attention.hopper import dense, shares
+from paged_ops.lowerings.gpu.attention.hopper import dense, mixed, shares
+from paged_ops.lowerings.gpu.attention.hopper import invariant_beside as beside
 from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
 from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import consumer, scheduler
@@ -65,6 +67,7 @@ class Plan(NamedTuple):
     division: Division
     cuts: Cuts
     lead: int  # tiles that are still to be loaded when the next item is taken
+    beside: int = 0  # packed query rows, at most, of the sequences that decoders compute: see invariant_beside.py
 
 
 class Fold(NamedTuple):
@@ -97,7 +100,9 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
     if same and shapes.T > shapes.S:
         rows = WARPGROUP.value
     division = tuning.division(min(rows, WARPGROUP.value), shapes.S)
-    return M, loads_of(spec, shapes), division._replace(times=0), shapes.S
+    loads = loads_of(spec, shapes)
+    decoders = loads == 2 and M > WARPGROUP.value and beside.takes(spec, target, shapes.T, shapes.S)
+    return M, loads, division._replace(times=0), shapes.S, decoders
 
 
 def loads_of(spec: Spec, shapes: Shapes) -> int:
@@ -133,7 +138,7 @@ def fold_of(units: int) -> Fold:
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
     """The launches of a choice."""
-    M, loads, division, S = choice
+    M, loads, division, S, decoders = choice
     Dv, P = spec.v_side.size, target.processors
     if M == WARPGROUP.value:  # the rows of a token lie together: programs read them at about one time
         P = tuning.programs_apart(spec.K, P) or P
@@ -149,18 +154,25 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     rows = tuning.power_of_2(division.rows)
     span = segment * max(SEGMENTS // spec.K, FEWEST_SEGMENTS)
     cuts = Cuts(segment // shape.N, span, rows, WORKSPACE // (rows * Dv))
+    kernel: Any = invariant_items_kernel
+    more: dict[str, Any] = {"LOADS": loads}
+    described = dense.descriptors(spec, shape.page) if tma else [None] * (2 * dense.MOST_PARTS)
+    if decoders:
+        kernel, shape = beside.invariant_beside_kernel, beside.shape_of(shape)
+        decodes = beside.decode_shape(spec, shape, target.shared_memory)
+        more = {"DECODES": decodes}
+        described = [*filter(None, described), *mixed.chunk_descriptors(spec, decodes.page)]
     read = spec
     if are_copied(spec):
         D = spec.k_side.size
         read = spec._replace(query=(spec.K * spec.G * D, D, 1))
     constants = {
         "SPEC": read,
-        "PLAN": Plan(division, cuts, LEAD),
+        "PLAN": Plan(division, cuts, LEAD, beside.ROWS if decoders else 0),
         "SHAPE": shape,
         "enable_fp_fusion": False,
         **target.overlap(),
     }
-    described = dense.descriptors(spec, shape.page) if tma else [None] * (2 * dense.MOST_PARTS)
     takes = PARTS if tma else (*PARTS, "key_cache", "value_cache")
     floats = cuts.states * rows * Dv + P * M * Dv
     size = floats + 2 * cuts.states * rows
@@ -173,9 +185,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     def launches(counted: bool) -> tuple[Launch, ...]:
         counter = "arrived" if counted else "taken"
         others = {"taken", "arrived"} - {counter}
-        launcher = launcher_of(
-            invariant_items_kernel, {**constants, "LOADS": loads, "num_warps": 4}, target.device, (counter,)
-        )
+        launcher = launcher_of(kernel, {**constants, **more, "num_warps": 4}, target.device, (counter,))
         query = contiguous_rows if are_copied(spec) else aligned_rows
         main = HopperLaunch(launcher, (P, 1, 1), (*takes, counter), described, query)
         tile = TileShape(M, shape.N, 0, Dv, 0, False)
@@ -316,7 +326,8 @@ def invariant_states_kernel(
     if p == 0:
         if tensors.arrived is not None:
             tl.store(tensors.arrived + tl.arange(0, 4), 0)
-    if (units > 1) & (total * K <= CUTS.states):
+    # Decoders store the states of sequences with one segment, too.
+    if (units > 0) & ((units > 1) | (q_len * G <= PLAN.beside)) & (total * K <= CUTS.states):
         factor = scale * LOG2E
         for begin in range(p % sharing * ELEMENTS, q_len * (G * Dv), sharing * ELEMENTS):
             e = begin + tl.arange(0, ELEMENTS)

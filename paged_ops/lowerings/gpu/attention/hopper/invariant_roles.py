@@ -24,8 +24,9 @@ from paged_ops.lowerings.gpu.attention.hopper.consumer import (
     zero_values,
 )
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, first_of, widths_of
+from paged_ops.lowerings.gpu.attention.hopper.invariant_sums import row_sums, thread_sums
 from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, not_kept, prefetch_ids
-from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, stage_of, wait_full
+from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, stage_of, wait_empty, wait_full
 from paged_ops.lowerings.gpu.attention.hopper.segments import fold_weights, segment_tiles, segments_of
 from paged_ops.lowerings.gpu.attention.hopper.work import (
     Item,
@@ -60,6 +61,7 @@ def lengths(s, live, batch):
 class Items(NamedTuple):
     """The items of a batch per key/value head, and how programs take them: see Work of work.py."""
 
+    segmented: Any  # whether the workspace holds the states of all segments; else each item is a tile of rows
     tiles: Any  # all items
     full: Any  # of them segments, other than last ones of less than half the keys,
     last: Any  # and these; tiles of rows are the others
@@ -69,10 +71,13 @@ class Items(NamedTuple):
 
 
 @gluon.jit
-def items_of(start, segmented, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, CUTS: gl.constexpr,
+def items_of(start, segmented, batch, DECODES: gl.constexpr, SPEC: gl.constexpr, PLAN: gl.constexpr,
              SHAPE: gl.constexpr):  # fmt: skip
-    """The items of a key/value head of sequences from ``start`` on, DIVISION.at_once of them: the segments, but not the
-    last one if it has less than half the keys; this one; and tiles of rows; and the sequences."""
+    """The items of a key/value head of sequences from ``start`` on, as many as are counted at once: the segments, but
+    not the last one if it has less than half the keys; this one; and tiles of rows; the states of all their segments;
+    and the sequences. DECODES: those of the decoder; else those of the consumers."""
+    CUTS: gl.constexpr = PLAN.cuts
+    DIVISION: gl.constexpr = PLAN.division
     # Up to 4 sequences per lane lie in every warp, so that no sum needs another warp.
     each: gl.constexpr = DIVISION.at_once // 32 if DIVISION.at_once <= 128 else 1
     lanes: gl.constexpr = gl.BlockedLayout([each], [32], [SHAPE.warps], [0])
@@ -81,29 +86,38 @@ def items_of(start, segmented, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr
     _row_start, q_len, seq_len = lengths(s, live, batch)
     TOKENS: gl.constexpr = SHAPE.M // SPEC.G
     tiles, segments, whole = segments_of(q_len, seq_len, SPEC.G, TOKENS, DIVISION.rows, CUTS, SHAPE.N)
-    segments = gl.where(segmented, segments, 0)
+    states = gl.where(segmented, segments, 0)
+    whole = gl.where(states > 0, 0, whole)
+    of_decoder = q_len * SPEC.G <= PLAN.beside
+    if DECODES:
+        segments = gl.where(of_decoder, states, 0)
+    else:
+        segments = gl.where(of_decoder, 0, states)
     short = 2 * (seq_len - (segments - 1) * (tiles * SHAPE.N)) < tiles * SHAPE.N
     last = gl.where(short, gl.minimum(segments, 1), 0)
-    return segments - last, last, gl.where(segments > 0, 0, whole), s
+    return segments - last, last, whole, states, s
 
 
 @gluon.jit
-def total_items(segmented, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, CUTS: gl.constexpr, SHAPE: gl.constexpr):
-    """The items of a key/value head of all sequences: see :func:`items_of`."""
+def total_items(segmented, batch, DECODES: gl.constexpr, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
+    """The items of a key/value head of all sequences, and the states: see :func:`items_of`."""
     full = 0
     last = 0
     tiles = 0
-    for start in range(0, batch.numbers.S, DIVISION.at_once):
-        full_, last_, tiles_, _s = items_of(start, segmented, batch, SPEC, DIVISION, CUTS, SHAPE)
+    states = 0
+    for start in range(0, batch.numbers.S, PLAN.division.at_once):
+        full_, last_, tiles_, states_, _s = items_of(start, segmented, batch, DECODES, SPEC, PLAN, SHAPE)
         full += gl.sum(full_, 0)
         last += gl.sum(last_, 0)
         tiles += gl.sum(tiles_, 0)
-    return full, last, tiles
+        states += gl.sum(states_, 0)
+    return full, last, tiles, states
 
 
 @gluon.jit
-def item_of(at, work, batch, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
-    """The at-th item. Its field ``oldest`` is the place of its state; -1: it is a whole tile of rows.
+def item_of(at, work, batch, DECODES: gl.constexpr, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
+    """The at-th item of the decoders, or of the consumers. Its field ``oldest`` is the place of its state; -1: it is a
+    whole tile of rows.
 
     Heads come first. Of their items, long segments come first, then short last ones, then tiles of rows, of which later
     ones see more keys. So they are taken longest first if programs for short sequences begin at
@@ -125,19 +139,20 @@ def item_of(at, work, batch, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.c
     states = 0  # segments of these sequences
     passed_items = 0
     for start in range(0, batch.numbers.S, DIVISION.at_once):
-        full, last, tiles_, s_ = items_of(start, of_segments > 0, batch, SPEC, DIVISION, CUTS, SHAPE)
+        full, last, tiles_, states_, s_ = items_of(start, work.segmented, batch, DECODES, SPEC, PLAN, SHAPE)
         units = gl.where(is_full, full, gl.where(is_tile, tiles_, last))
         passed = (passed_items + gl.associative_scan(units, 0, add) <= unit) & (s_ < batch.numbers.S)
         s += gl.sum(passed.to(gl.int32), 0)
         before += gl.sum(gl.where(passed, units, 0), 0)
-        states += gl.sum(gl.where(passed, full + last, 0), 0)
+        states += gl.sum(gl.where(passed, states_, 0), 0)
         passed_items += gl.sum(units, 0)
     row_start = gl.load(batch.tensors.query_start_loc + s)
     q_len = gl.load(batch.tensors.query_start_loc + s + 1) - row_start
     seq_len = gl.load(batch.tensors.seq_lens + s)
     tiles, segments, _whole = segments_of(q_len, seq_len, SPEC.G, TOKENS, DIVISION.rows, CUTS, SHAPE.N)
     segment = gl.where(is_full, unit - before, segments - 1)
-    by_segment = (unit >= 0) & (segments > 1) & (is_full | (is_tile == 0))
+    WHOLE: gl.constexpr = 0 if DECODES else 1  # segments that are no item with a state
+    by_segment = (unit >= 0) & (segments > WHOLE) & (is_full | (is_tile == 0))
     first_token = gl.where(is_tile, (unit - before) * TOKENS, 0)
     item = item_at(kh, s, row_start, q_len, seq_len, first_token, True, batch, SPEC, SHAPE)
     begin = gl.where(by_segment, segment * tiles, item.end_tile - item.tiles)
@@ -152,37 +167,47 @@ def item_of(at, work, batch, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.c
 @gluon.jit
 def scheduler(batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
     """Takes items, and copies their query rows. ``ending``: see :func:`take_in_time`."""
-    CUTS: gl.constexpr = PLAN.cuts
     DIVISION: gl.constexpr = PLAN.division
     programs = gl.num_programs(0)
-    full, last, tiles = total_items(programs > 0, batch, SPEC, DIVISION, CUTS, SHAPE)
-    fits = (full + last) * SPEC.K <= CUTS.states
+    full, last, tiles, states = total_items(programs > 0, batch, False, SPEC, PLAN, SHAPE)
+    fits = states * SPEC.K <= PLAN.cuts.states
     if not fits:
-        full, last, tiles = total_items(fits, batch, SPEC, DIVISION, CUTS, SHAPE)
-    few = light_programs(batch, ANY_LENGTH, programs, SPEC.G, DIVISION, DIVISION.rows, SHAPE.M, SHAPE.warps)
+        full, last, tiles, states = total_items(fits, batch, False, SPEC, PLAN, SHAPE)
+    LEAST: gl.constexpr = PLAN.beside // SPEC.G
+    few = light_programs(batch, ANY_LENGTH, programs, SPEC.G, DIVISION, DIVISION.rows, SHAPE.M, SHAPE.warps, LEAST)
     few = gl.where(full + last > 0, gl.maximum(few, -few), 0)  # short sequences are at the front of the items
     counters = batch.tensors.taken
     if batch.tensors.arrived is not None:
         counters = batch.tensors.arrived
-    work = Items(full + last + tiles, full, last, few, programs, counters)
+    work = Items(fits, full + last + tiles, full, last, few, programs, counters)
     take_in_time(work, batch, shared, ending, SPEC, PLAN, SHAPE)
 
 
 @gluon.jit
 def take_in_time(work, batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
     """As ``take_items`` of producer.py, but each item is taken when the producer fills ``ending``: it has PLAN.lead
-    tiles of the one before still to load. So programs end at about the same time, and their loads do not stop."""
+    tiles of the one before still to load. So programs end at about the same time, and their loads do not stop. With
+    fewer places for rows than for items, keys can come before the query rows."""
+    ROWS_LATER: gl.constexpr = SHAPE.row_slots < SHAPE.slots
     last = work.tiles * SPEC.K - 1
     reverse, start, at = first_item(work.few, work.programs)
     ticket = gl.program_id(0)
     n = 0
     while ticket <= last:
-        item = item_of(gl.where(reverse, last - at, at), work, batch, SPEC, PLAN, SHAPE)
+        item = item_of(gl.where(reverse, last - at, at), work, batch, False, SPEC, PLAN, SHAPE)
         write_item(shared, n, item, SHAPE.warps)
         prefetch_ids(batch, item, item.end_tile - item.tiles, SPEC, SHAPE)
-        begin_rows(batch.tensors.query, item, shared.q_groups, stage_of(shared.item_ring, n), SPEC, SHAPE, SHAPE.warps)
-        await_rows()
-        fill(shared.item_ring, n)
+        if ROWS_LATER:
+            fill(shared.item_ring, n)
+            wait_empty(shared.item_ring, n + SHAPE.slots - 1)  # the item before, by the consumers
+            begin_rows(not_kept(batch.tensors.query), item, shared.q_groups, 0, SPEC, SHAPE, SHAPE.warps)
+            await_rows()
+            fill(shared.rows_full, n)
+        else:
+            slot = stage_of(shared.item_ring, n)
+            begin_rows(batch.tensors.query, item, shared.q_groups, slot, SPEC, SHAPE, SHAPE.warps)
+            await_rows()
+            fill(shared.item_ring, n)
         wait_full(ending, n)
         ticket, at = take(work.counters, reverse, start, work.programs, last)
         n += 1
@@ -230,12 +255,6 @@ def softmax_tile(qk, m, rows, j, seq_len, MASKED: gl.constexpr, SPEC: gl.constex
 
 
 @gluon.jit
-def thread_sums(p):
-    """The sums over the columns of each thread."""
-    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
 def load_total(total, rows, which: gl.constexpr, batch, SPEC: gl.constexpr, CUTS: gl.constexpr, SHAPE: gl.constexpr):
     """Begin to load the sums of the segments that were folded; 0 if there are none."""
     WIDTHS: gl.constexpr = widths_of(SHAPE.v.parts)
@@ -251,7 +270,7 @@ def load_total(total, rows, which: gl.constexpr, batch, SPEC: gl.constexpr, CUTS
 def fold(total, before, acc, m, l, folds, factor, WIDTHS: gl.constexpr):
     """Fold a segment into the total of the rows that ``folds``: the new total, and its sums. A segment without keys
     changes no bit."""
-    l_part = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    l_part = gl.convert_layout(row_sums(l), m.type.layout)
     m_new, decay, weight = fold_weights(total.m, m, factor)
     takes = folds & (m != float("-inf"))
     made: gl.tuple = ()
@@ -410,6 +429,8 @@ def attend(
         fill(shared.newest_clean, n)
     if past:
         wait_full(shared.newest_clean, n)
+    if shared.rows_full is not None:
+        wait_full(shared.rows_full, n)
     wait_full(shared.k.ring, total_tiles)
     s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, rows.tile, total_tiles, K_PARTS)])
     release_tile(shared.k.ring, total_tiles, SHAPE)
@@ -444,7 +465,7 @@ def attend(
                 lse2 = gl.where(seen, gl.fma(whole.m, factor, gl.log2(gl.where(seen, whole.l, 1.0))), float("-inf"))
                 store_item(scaled(of_all, share, V_PARTS), lse2, item, 0, batch, which, False, SPEC, SHAPE)
             else:
-                l_rows = gl.convert_layout(gl.sum(sums.l, 1), s_rows)
+                l_rows = gl.convert_layout(row_sums(sums.l), s_rows)
                 store_state(acc, l_rows, sums.m, item, batch, which, SPEC, CUTS, SHAPE)
             total, state = Total(nothing, zero), State(zero_sums(WIDTHS), nothing, no_weights)
             s = gl.full([WARPGROUP, N], 0.0, gl.float32, s_layout)

@@ -115,9 +115,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         "num_warps": 4,
     }
     launcher = launcher_of(mixed_kernel, constants, target.device)
-    described: list[Described] = [*filter(None, dense.descriptors(spec, shape.page))]
-    for name, side in (("key_cache", spec.k_side), ("value_cache", spec.v_side)):
-        described.append((name, functools.partial(describe_chunks, side, spec, decodes.page)))
+    described = [*filter(None, dense.descriptors(spec, shape.page)), *chunk_descriptors(spec, decodes.page)]
     launch = HopperLaunch(launcher, (P, 1, 1), (*PARTS, "arrived"), described, dense.rows_of(spec))
     tile = TileShape(ROWS, KEYS, 0, spec.v_side.size, 0, False)
     own = merge.with_merge((launch,), P, tile, spec, target, division)
@@ -131,13 +129,19 @@ def shape_of(spec: Spec, shared_memory: int) -> HopperShape:
     return whole._replace(stages=2, slots=SLOTS, row_slots=1, registers=REGISTERS, warps=1)
 
 
-def decode_shape(spec: Spec, shape: HopperShape, shared_memory: int) -> HopperShape:
+def decode_shape(spec: Spec, shape: HopperShape, shared_memory: int, weights: int = KEYS) -> HopperShape:
     """The tiles of decodes. A stage is a chunk: as many as shared memory holds next to prompts, a unit's query
-    rows, and its weights."""
+    rows, and its weights of so many keys."""
     prompts = shape.M * shape.k.size + shape.stages * shape.N * (sum(shape.k.parts) + sum(shape.v.parts))
-    space = (shared_memory - dense.OTHERS) // spec.dtype.itemsize - prompts - ROWS * (shape.k.size + KEYS)
+    space = (shared_memory - dense.OTHERS) // spec.dtype.itemsize - prompts - ROWS * (shape.k.size + weights)
     stages = min(space // (KEYS * WIDTH.value), MOST_PLACES)
     return shape._replace(M=ROWS, N=KEYS, page=min(shape.page, KEYS), stages=stages)
+
+
+def chunk_descriptors(spec: Spec, page: int) -> list[Described]:
+    """Of keys, and of values."""
+    sides = ("key_cache", spec.k_side), ("value_cache", spec.v_side)
+    return [(name, functools.partial(describe_chunks, side, spec, page)) for name, side in sides]
 
 
 def describe_chunks(side: Side, spec: Spec, page: int, cache: Tensor) -> TensorDescriptor:

@@ -125,7 +125,7 @@ def prefetch_ids(batch, item, tile, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     first = tile * SHAPE.N // SPEC.B
     end = gl.cdiv(gl.minimum((tile + item.tiles) * SHAPE.N, item.seq_len), SPEC.B)
     row = batch.tensors.block_tables + item.s.to(gl.int64) * batch.numbers.table_stride
-    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [SHAPE.warps], [0]))
     for start in range(first, end, 128 * LINE):
         at = row + gl.minimum(start + thread * LINE, end - 1) * SPEC.table
         asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
