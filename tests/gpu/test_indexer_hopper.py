@@ -1,5 +1,6 @@
 """The Hopper kernel of the indexer's scores: which calls take it; on a GPU, batches against the reference."""
 
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from paged_ops import testing
 from paged_ops.features import IndexOptions
-from paged_ops.lowerings.gpu import indexer
+from paged_ops.lowerings.gpu import indexer, indexer_hopper
 
 BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 TARGET = SimpleNamespace(has_hopper_gluon=True, has_fp8_cvt=True, fp8_is_fnuz=False)
@@ -86,6 +87,16 @@ def test_refused_by_what_tma_cannot_address():
     assert not served(cache.new_zeros(N, B, D + 4)[..., :D]), "rows apart"
     assert not served(cache.new_zeros(N, B * D + 8)[:, : B * D].unflatten(1, (B, D))), "blocks apart"
     assert not served(cache.new_zeros(N, B, 2 * D)[..., ::2]), "columns apart"
+
+
+def test_refused_by_an_option_that_does_not_exist_yet():
+    query, cache, tables = case_of("", SEQS["drafts"]).inputs().args[:3]
+    spec = indexer.spec_of(query, cache, tables, IndexOptions(), TARGET)
+    made_up = namedtuple(
+        "Options", [*IndexOptions._fields, "later"], defaults=[*IndexOptions()._asdict().values(), 1.0]
+    )
+    assert indexer_hopper.applies_to(made_up(), spec, cache)
+    assert not indexer_hopper.applies_to(made_up(later=0.5), spec, cache)
 
 
 @pytest.fixture

@@ -250,7 +250,7 @@ def spec_of(index_query: Tensor, index_cache: Tensor, block_tables: Tensor, o: I
         return spec
     from paged_ops.lowerings.gpu import indexer_hopper
 
-    return spec._replace(by_tma=indexer_hopper.serves(o, spec, keys))
+    return spec._replace(by_tma=indexer_hopper.applies_to(o, spec, keys))
 
 
 def _readable(index_cache: Tensor, o: IndexOptions, target: Target) -> Tensor:

@@ -38,7 +38,7 @@ HEADS = 16, 32, 64, 128
 KEY_DTYPES = frozenset({"float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
 
-def serves(o: IndexOptions, spec: Spec, keys: Tensor) -> bool:
+def applies_to(o: IndexOptions, spec: Spec, keys: Tensor) -> bool:
     """Whether the kernel computes these scores, for tokens that share no keys."""
     n, b, d = keys.stride()
     query, stored = spec.dtypes[:2]
