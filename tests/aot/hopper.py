@@ -102,7 +102,7 @@ VARIANTS = [
         "hopper-invariant-decodes-beside-prompts",
         both(
             prefill("NHD", 128, 32, 8, T=2111, S=64, batch_invariant=True),
-            prefill("HND", 64, 28, 4, torch.float16, T=2511, S=64, batch_invariant=True, causal=False),
+            prefill("HND", 64, 28, 4, torch.float16, T=2511, S=64, batch_invariant=True),
         ),
         {
             "cuda:90": (

@@ -9,6 +9,7 @@ the segments of a long sequence go to all multiprocessors; the item's result is 
 ``invariant_states_kernel`` folds the states. Otherwise the consumer folds the segments: sums of the segments so far are
 in the workspace, in L2, as registers and shared memory are full. Whether segments are items may change with the batch;
 it changes no bit, as the same operations follow each other for each row. Programs take items by a counter.
+With prompts and many sequences, a decoder in each program computes the segments of decodes: invariant_beside.py.
 
 Each row takes the same instructions in tiles of 64 and of 128 rows: 64 rows of one warpgroup. Multiply-adds are written
 as such, and kernels are compiled without fusing others.

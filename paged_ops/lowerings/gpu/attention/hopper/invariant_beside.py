@@ -4,7 +4,7 @@ next to them a decoder in each program, as in mixed.py.
 The decoder computes the segments of sequences with few rows. Keys are the rows of its matmuls and query rows the
 columns, which gives the bits that a consumer's matmuls give: each sum of products is made in the same order. All else
 that rounds is the same arithmetic: scores, weights and factors of a tile of 128 keys, and sums of weights in the order
-of invariant_roles.py. A tile is two halves, as chunks have 64 keys. It leaves the state of each segment, also if a
+of invariant_sums.py. A tile is two halves, as chunks have 64 keys. It leaves the state of each segment, also if a
 sequence has one, and ``invariant_states_kernel`` folds them.
 
 Whether a batch has decoders changes no bit. Letters: as in dense.py.
@@ -28,6 +28,7 @@ from paged_ops.lowerings.gpu.attention.hopper import latent_roles, mixed, ring
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E, zero_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import BLOCK_M, HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import Items, consumer, item_of, scheduler, total_items
+from paged_ops.lowerings.gpu.attention.hopper.invariant_sums import column_sums, tile_sums
 from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing, producer, rows_of
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, signal_of, stage_of
 from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, end_items, next_tiles, read_item, write_item
@@ -193,23 +194,6 @@ def zero_past(n, begin, seq_len, memory, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def tile_sums(p0, p1):
-    """The sums of the weights ``[64, M]`` of the halves of a tile, ``[4, M]``: those that ``thread_sums`` of
-    invariant_roles.py gives the four threads of a row, added in its order."""
-    M: gl.constexpr = p0.shape[1]
-    # Of 16, 8, 2 and 1 keys, of which a warp, two registers, four lanes and two have one each
-    sums = (p0 + p1).reshape([4, 2, 4, 2, M])
-    sums = gl.sum(gl.sum(sums, 1), 2)
-    # Each thread has all four warps' sums.
-    layout: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 1], [1, 0, 0], [2, 0, 0]], [[0, 0, 2], [0, 0, 4], [0, 0, 0], [0, 1, 0], [0, 2, 0]],
-        [[0, 0, 0], [0, 0, 0]], [], [4, 4, M],
-    )  # fmt: skip
-    sums = gl.convert_layout(sums, layout).reshape([2, 2, 4, M])
-    return gl.sum(gl.sum(sums, 1), 0)
-
-
-@gluon.jit
 def store_state(acc, l, m, item, batch, SPEC: gl.constexpr, CUTS: gl.constexpr, SHAPE: gl.constexpr):
     """Write the state of a segment."""
     Dv: gl.constexpr = SHAPE.v.size
@@ -273,7 +257,7 @@ def attend_segment(item, total, batch, memory, SPEC: gl.constexpr, PLAN: gl.cons
             scaled += (acc[chunk] * decay[None, :],)
         acc = multiply_values(scaled, at + HALVES, 0, memory, SHAPE)
         acc = multiply_values(acc, at + (HALVES + 1), 1, memory, SHAPE)
-    l = gl.convert_layout(gl.sum(gl.sum(l.reshape([2, 2, M]), 1), 0), row_layout)
+    l = gl.convert_layout(column_sums(l), row_layout)
     store_state(acc, l, m, item, batch, SPEC, CUTS, SHAPE)
 
 

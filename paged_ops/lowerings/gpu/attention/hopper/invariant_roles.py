@@ -24,6 +24,7 @@ from paged_ops.lowerings.gpu.attention.hopper.consumer import (
     zero_values,
 )
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, first_of, widths_of
+from paged_ops.lowerings.gpu.attention.hopper.invariant_sums import row_sums, thread_sums
 from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, not_kept, prefetch_ids
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, stage_of, wait_empty, wait_full
 from paged_ops.lowerings.gpu.attention.hopper.segments import fold_weights, segment_tiles, segments_of
@@ -251,26 +252,6 @@ def softmax_tile(qk, m, rows, j, seq_len, MASKED: gl.constexpr, SPEC: gl.constex
     p = gl.exp2(gl.fma(qk, rows.factor, -shift[:, None]))
     decay = gl.exp2(gl.fma(m, rows.factor, -shift))
     return p, m_new, thread_sums(p), decay
-
-
-# The order in which weights are summed, in tiles of 128 keys: first those 64 keys apart, then 8, then 1, then 16 and 32
-# apart. What remains is one sum for each two of 8 keys, to which those of the other tiles are added; at the end of a
-# segment these four become one. Each addition has two operands, so no compiler can reorder it. A thread of a consumer
-# has the 32 columns of one such sum; in the decoder keys are rows, of which a warp has 16.
-
-
-@gluon.jit
-def thread_sums(p):
-    """The sums over the columns of each thread, in the order above."""
-    M: gl.constexpr = p.shape[0]
-    sums = gl.sum(gl.sum(gl.sum(p.reshape([M, 2, 4, 2, 4, 2]), 1), 2), 3)
-    return gl.sum(gl.sum(sums.reshape([M, 2, 2, 4]), 2), 1)
-
-
-@gluon.jit
-def row_sums(l):
-    """The sums of a row, of those of its four threads."""
-    return gl.sum(gl.sum(l.reshape([l.shape[0], 2, 2]), 2), 1)
 
 
 @gluon.jit

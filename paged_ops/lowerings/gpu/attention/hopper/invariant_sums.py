@@ -1,0 +1,47 @@
+"""The order in which the batch-invariant Hopper kernels sum weights, for tiles of scores in both orientations.
+
+In a tile of 128 keys those 64 keys apart are added first, then those 8 apart, 1 apart, and 16 and 32 apart. One sum is
+left for each two of 8 keys. These four are kept over the tiles of a segment; at its end they become one.
+
+A consumer has query rows as rows, and each of a row's four threads has the 32 columns of one such sum. The decoder has
+keys as rows: of each 64 a warp has 16. All sums are over axes of two, so no compiler can add them in another order.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def thread_sums(p):
+    """The sums of the weights ``[rows, 128]`` of a tile: ``[rows, 4]``."""
+    M: gl.constexpr = p.shape[0]
+    sums = gl.sum(gl.sum(gl.sum(p.reshape([M, 2, 4, 2, 4, 2]), 1), 2), 3)
+    return gl.sum(gl.sum(sums.reshape([M, 2, 2, 4]), 2), 1)
+
+
+@gluon.jit
+def row_sums(l):
+    """The sums of each row, from its four."""
+    return gl.sum(gl.sum(l.reshape([l.shape[0], 2, 2]), 2), 1)
+
+
+@gluon.jit
+def tile_sums(p0, p1):
+    """The sums of the weights ``[64, rows]`` of the halves of a tile: ``[4, rows]``."""
+    M: gl.constexpr = p0.shape[1]
+    sums = gl.sum(gl.sum((p0 + p1).reshape([4, 2, 4, 2, M]), 1), 2)
+    # Each thread gets all four warps' sums.
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1], [1, 0, 0], [2, 0, 0]], [[0, 0, 2], [0, 0, 4], [0, 0, 0], [0, 1, 0], [0, 2, 0]],
+        [[0, 0, 0], [0, 0, 0]], [], [4, 4, M],
+    )  # fmt: skip
+    sums = gl.convert_layout(sums, layout).reshape([2, 2, 4, M])
+    return gl.sum(gl.sum(sums, 1), 0)
+
+
+@gluon.jit
+def column_sums(l):
+    """The sums of each query row, from its four."""
+    return gl.sum(gl.sum(l.reshape([2, 2, l.shape[1]]), 1), 0)
