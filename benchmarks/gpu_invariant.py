@@ -47,12 +47,19 @@ Part = tuple[int, int]  # the rows first:end of the prompt, when it has ``end`` 
 class Prompt:
     """One sequence, and the bits of its rows in one prefill."""
 
-    def __init__(self, n: int, heads: tuple[int, int], D: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, n: int, heads: tuple[int, int], D: int, dtype: torch.dtype, stored: torch.dtype, device: torch.device
+    ) -> None:
         torch.manual_seed(0)
         H, K = heads
-        self.n, self.rng, self.device = n, random.Random(0), device
-        self.key, self.value = (torch.randn(n, K, D, device=device).to(dtype) for _ in range(2))
+        self.n, self.rng, self.device, self.stored = n, random.Random(0), device, stored
+        self.key, self.value = (torch.randn(n, K, D, device=device).to(stored) for _ in range(2))
         self.query = torch.randn(n, H, D, device=device).to(dtype)
+        self.features: dict[str, Any] = {"batch_invariant": True}
+        self.nothing: float = torch.nan
+        if stored.itemsize == 1:  # bytes, which can be copied by index
+            self.key, self.value, self.nothing = self.key.view(torch.uint8), self.value.view(torch.uint8), 0x7F
+            self.features |= {name: torch.tensor([0.7], device=device) for name in ("k_scale", "v_scale")}
         self.bits = self.attend([(0, n)], FORMS[0])
 
     def attend(self, parts: Sequence[Part], form: tuple[int, bool, int]) -> list[tuple[Tensor, Tensor]]:
@@ -60,7 +67,8 @@ class Prompt:
         (B, head_major, offset), (_n, K, D) = form, self.key.shape
         of = [-(-end // B) for _, end in parts]
         N, M = sum(of) + 3, max(of) + 2
-        memory = torch.full((N * 2 * B * K * D + offset,), torch.nan, dtype=self.key.dtype, device=self.device)[offset:]
+        size = N * 2 * B * K * D + offset
+        memory = torch.full((size,), self.nothing, dtype=self.key.dtype, device=self.device)[offset:]
         kv_cache = memory.view(N, 2, K, B, D).transpose(2, 3) if head_major else memory.view(N, 2, B, K, D)
         ids = self.rng.sample(range(N), N)
         tables = torch.zeros(len(parts), M, dtype=torch.int32)
@@ -74,7 +82,8 @@ class Prompt:
         lens = torch.tensor([end for _, end in parts], dtype=torch.int32, device=self.device)
         query = torch.cat([self.query[first:end] for first, end in parts])
         batch = tables.to(self.device), lens, torch.tensor(starts, dtype=torch.int32, device=self.device)
-        results = paged_ops.paged_attention_with_lse(query, kv_cache, *batch, D**-0.5, batch_invariant=True)
+        kv_cache = kv_cache.view(self.stored)
+        results = paged_ops.paged_attention_with_lse(query, kv_cache, *batch, D**-0.5, **self.features)
         views = [each.view({2: torch.int16, 4: torch.int32}[each.element_size()]) for each in results]
         return [(views[0][a:b], views[1][a:b]) for a, b in itertools.pairwise(starts)]
 
@@ -101,16 +110,20 @@ class Prompt:
         }
 
 
-def bits(device: torch.device, n: int, rows: int, heads: tuple[int, int], D: int, dtype: torch.dtype) -> dict[str, Any]:
-    prompt = Prompt(n, heads, D, dtype, device)
+def bits(
+    device: torch.device, n: int, rows: int, heads: tuple[int, int], D: int, dtype: torch.dtype, stored: torch.dtype,
+    forms: Sequence[tuple[int, bool, int]] = FORMS,
+) -> dict[str, Any]:  # fmt: skip
+    prompt = Prompt(n, heads, D, dtype, stored, device)
     of, wrong = 0, {}
-    for form in FORMS:
+    for form in forms:
         for name, calls in prompt.calls(rows if form == FORMS[0] else max(rows // 6, 1)).items():
             count = sum(prompt.wrong(parts, form) for parts in calls)
             of += sum(end - first for parts in calls for first, end in parts)
             if count:
                 wrong[f"{name}, block {form[0]}, head-major {form[1]}, offset {form[2]}"] = count
-    return {"part": "bits", "tokens": n, "heads": heads, "D": D, "dtype": str(dtype), "rows": of, "wrong": wrong}
+    kind = {"heads": heads, "D": D, "dtype": str(dtype), "cache_dtype": str(stored)}
+    return {"part": "bits", "tokens": n, **kind, "rows": of, "wrong": wrong}
 
 
 @contextlib.contextmanager
@@ -199,16 +212,19 @@ def main() -> int:
     if "bits" in parts:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         both = (32, 8), (8, 1)  # with one key/value head, segments are shorter than the prompt
-        jobs += [functools.partial(bits, device, args.tokens, args.rows, heads, 128, dtype) for heads in both]
+        kinds = itertools.product(both, dict.fromkeys((dtype, torch.float8_e4m3fn, torch.float8_e5m2)))
+        jobs += [
+            functools.partial(bits, device, args.tokens, args.rows, heads, 128, dtype, each) for heads, each in kinds
+        ]
     if {"times", "fa3"} & {*parts}:
         chosen = [each for each in cases.gpu_cases() if each.group in args.groups.split(",")]
         chosen = [each for each in chosen if re.search(args.cases, each.key)]
         if args.compile:
-            kinds: dict[Any, list[cases.Case]] = {}
+            alike: dict[Any, list[cases.Case]] = {}
             for each in chosen:
                 kind = each.group, each.num_heads, each.num_kv_heads, each.head_size, each.cache_dtype
-                kinds.setdefault((*kind, each.num_tokens == len(each.seqs)), []).append(each)
-            work = [(each, varied, device) for varied in ("", "default", *args.vary) for each in kinds.values()]
+                alike.setdefault((*kind, each.num_tokens == len(each.seqs)), []).append(each)
+            work = [(each, varied, device) for varied in ("", "default", *args.vary) for each in alike.values()]
             with multiprocessing.get_context("spawn").Pool(args.compile) as pool:
                 pool.map(compile_small, work, chunksize=1)
             return 0

@@ -35,6 +35,8 @@ FIRST_TOKENS_SPILLS = {(3, 6): 24, (3, 7): 40, (3, 8): 32, (3, 9): 184}
 # While one segment is folded, registers hold its sums and those of the segments before. Bytes without TMA; with it 24
 # and 40 (triton 3.6 and 3.7).
 INVARIANT_SPILLS = {(3, 6): 96, (3, 7): 96, (3, 8): 464, (3, 9): 1024}
+# The same with 208 registers.
+INVARIANT_FP8_SPILLS = {(3, 6): 160, (3, 7): 160, (3, 8): 1024, (3, 9): 1024}
 N, B, T, S, M = 64, 16, 512, 4, 16
 
 
@@ -197,6 +199,24 @@ VARIANTS = [
             )
         },
         spills=MIXED_SPILLS,
+    ),
+    Variant(
+        "hopper-invariant-fp8",
+        both(
+            prefill("NHD", 128, 32, 8, stored=torch.float8_e4m3fn, batch_invariant=True),
+            prefill("NHD", 64, 32, 8, torch.float16, T=80, S=80, stored=torch.float8_e5m2, batch_invariant=True),
+            prefill("X_PACKED", 128, 32, 8, stored=torch.float8_e4m3fn, batch_invariant=True),
+            prefill("NHD", 128, 32, 8, T=4, B=12, stored=torch.float8_e5m2, batch_invariant=True),
+        ),
+        {
+            "cuda:90": (
+                *EXPECT["cuda:90"],
+                r"cp\.async\.cg\.shared\.global",
+                r"\.entry invariant_fp8_kernel",
+                r"\.entry invariant_decode_kernel",
+            )
+        },
+        spills=INVARIANT_FP8_SPILLS,
     ),
     Variant(
         "hopper-prefill-hnd-d64-g8-sinks-fp16-and-over-fp8",

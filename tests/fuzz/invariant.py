@@ -96,11 +96,18 @@ class Setting:
     def has_hopper_kernel(self) -> bool:
         """Whether it is of the kinds that hopper/invariant.py serves."""
         plain = self.features.keys() <= {"causal"} and self.G <= 64
-        return plain and self.dtype == self.kind != torch.float32 and self.D == self.Dv in (64, 128)
+        stored = self.kind == self.dtype or (self.kind in (E4M3, E5M2) and (self.K == 1 or not self.scaled))
+        return plain and stored and self.dtype != torch.float32 and self.D == self.Dv in (64, 128)
 
     def may_have_decoders(self, device: str) -> bool:
         """Whether hopper/invariant_beside.py computes some of its batches, if TMA can address the cache."""
-        return device != "cpu" and len(with_cuts(device)) > 1 and self.has_hopper_kernel() and self.G <= 8
+        return (
+            device != "cpu"
+            and len(with_cuts(device)) > 1
+            and self.has_hopper_kernel()
+            and self.dtype == self.kind
+            and self.G <= 8
+        )
 
 
 @dataclasses.dataclass

@@ -1,6 +1,7 @@
 """Campaign: as invariant_batches.py, over the kinds of calls that the batch-invariant Hopper kernel serves.
 
-Caches have blocks of any size, aligned or not, so that keys and values are loaded in each of the three ways.
+Caches have blocks of any size, aligned or not, so that keys and values are loaded in each of the three ways, in the
+queries' dtype or in fp8.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from . import invariant_batches
 from .caches import FORMS, Form
-from .invariant import Setting
+from .invariant import E4M3, E5M2, Setting
 from .runner import Case
 
 DTYPES = torch.bfloat16, torch.float16
@@ -26,10 +27,11 @@ def setting_of(number: int, seed: int, device: str) -> Setting:
     rng = random.Random(f"invariant_hopper/{seed}/{number}")
     drawn = invariant_batches.setting_of(number, seed, device)
     dtype, D, (K, G) = rng.choice(DTYPES), rng.choice((64, 128)), rng.choice(HEADS)
-    forms = tuple(Form.draw(rng, rng.choice(FORMS), rng.choice(BLOCKS), K, D, D, dtype) for _ in range(2))
+    kind = rng.choice((dtype, E4M3, E5M2))
+    forms = tuple(Form.draw(rng, rng.choice(FORMS), rng.choice(BLOCKS), K, D, D, kind) for _ in range(2))
     features = {} if number % invariant_batches.PLANTED == 0 else rng.choice(MASKS)
     return dataclasses.replace(
-        drawn, dtype=dtype, kind=dtype, K=K, G=G, D=D, Dv=D, features=features, path="fused", forms=forms
+        drawn, dtype=dtype, kind=kind, K=K, G=G, D=D, Dv=D, features=features, path="fused", scaled=False, forms=forms
     )
 
 

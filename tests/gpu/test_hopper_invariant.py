@@ -19,14 +19,23 @@ import paged_ops
 from paged_ops import layouts
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec
+from paged_ops.lowerings.gpu.attention import call as attention
 from paged_ops.lowerings.gpu.attention import choose
-from paged_ops.lowerings.gpu.attention.hopper import invariant, invariant_roles, segments, work
+from paged_ops.lowerings.gpu.attention.hopper import (
+    dense,
+    invariant,
+    invariant_fp8,
+    invariant_roles,
+    segments,
+    work,
+)
 from paged_ops.lowerings.gpu.attention.triton import invariant as invariant_triton
 from tests.gpu.batches import SMALL, batch, compare, on_hopper
 from tests.gpu.pointers import Pointer, as_torch
 from tests.gpu.step import H200
 
 BF16, FP16 = torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def planned(H=32, K=8, T=4, S=4, D=128, B=16, layout="NHD", dtype=BF16, stored=None, offset=0, scale=0.1, **features):
@@ -47,29 +56,65 @@ def chosen(*args, **features):
 
 
 @pytest.mark.parametrize("T", [4, 16, 77, 4096])
-@pytest.mark.parametrize(("D", "dtype"), [(64, FP16), (128, BF16)])
-def test_the_layout_does_not_choose_the_kernel(T, D, dtype):
+@pytest.mark.parametrize(
+    ("D", "dtype", "stored"), [(64, FP16, None), (128, BF16, None), (64, BF16, E4M3), (128, FP16, E5M2)]
+)
+def test_the_layout_does_not_choose_the_kernel(T, D, dtype, stored):
     """All calls of a kind take one kernel with the same cuts, whatever TMA can address."""
     caches = (
         *({}, {"B": 1}, {"B": 12}, {"B": 1056}, {"layout": "HND"}, {"layout": "HND", "B": 1}),
         *({"offset": 1}, {"layout": "X_PACKED"}),
     )
-    choices = [chosen(T=T, D=D, dtype=dtype, **cache) for cache in caches]
+    choices = [chosen(T=T, D=D, dtype=dtype, stored=stored, **cache) for cache in caches]
     assert {kernel for kernel, _ in choices} == {invariant}
     assert [choice[1] for _, choice in choices] == [2, 1, 1, 2, 2, 1, 0, 0]
-    assert len({invariant.segment_of(planned(T=T, D=D, dtype=dtype, **cache)[0]) for cache in caches}) == 1
+    specs = [planned(T=T, D=D, dtype=dtype, stored=stored, **cache)[0] for cache in caches]
+    assert len({invariant.segment_of(each) for each in specs}) == 1
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        *({"D": 96}, {"D": 256}, {"dtype": torch.float32}, {"stored": torch.float8_e4m3fn}, {"H": 130, "K": 2}),
+        *({"D": 96}, {"D": 256}, {"dtype": torch.float32}, {"H": 130, "K": 2}),
+        *({"dtype": torch.float32, "stored": E4M3}, {"stored": E4M3, "k_scale": torch.ones(8)}),
         *({"sliding_window": 100}, {"soft_cap": 3.0}, {"attention_chunk": 64}, {"scale": 0.0}),
     ],
     ids=str,
 )
 def test_leaves_to_triton(other):
     assert chosen(**other)[0] is invariant_triton
+
+
+@pytest.mark.parametrize("M", [64, 128])
+@pytest.mark.parametrize("D", [64, 128])
+def test_tiles_of_bytes_fit_shared_memory(D, M):
+    """Query rows, tiles that are multiplied, and tiles of bytes, of which two are loaded while others are converted."""
+    of_call, _ = planned(D=D, stored=E4M3)
+    shape, of_bytes = invariant_fp8.shapes_of(of_call, M, 227 << 10)
+    assert shape.N == of_bytes.N == 128 and shape.M == M and shape.slots == shape.row_slots
+    assert min(shape.stages, of_bytes.stages) >= 2
+    used = 2 * (shape.slots * M * D + shape.stages * shape.N * 2 * D) + of_bytes.stages * shape.N * 2 * D
+    assert used + dense.OTHERS <= 227 << 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernels"),
+    [
+        ({}, ["decode", "states"]),
+        ({"T": 20}, ["decode", "states"]),
+        ({"T": 201}, ["decode", "fp8", "states"]),
+        ({"S": 10, "T": 10}, ["fp8", "states"]),  # few items
+        ({"T": 160}, ["fp8", "states"]),  # of 32 rows
+        ({"B": 8}, ["fp8", "states"]),
+        ({"layout": "X_PACKED"}, ["fp8", "states"]),
+        ({"stored": None}, ["items", "states"]),
+    ],
+    ids=str,
+)
+def test_kernels_of_decodes_over_fp8_caches(changes, kernels):
+    of_call, shapes = planned(**{"T": 40, "S": 20, "stored": E4M3, **changes})
+    launches = choose.launches_of(invariant, of_call, H200, shapes).launches
+    assert [launch.kernel[0] for launch in launches] == [f"invariant_{name}_kernel" for name in kernels]
 
 
 def items_by_the_code(heads, tokens, lens, monkeypatch, D=128, most=None, light=0, decodes=False):
@@ -246,6 +291,64 @@ BATCHES = {
         "dtype": FP16,
         "layout": "X_PACKED",
     },
+    "e4m3, decodes": {
+        "heads": (32, 8),
+        "tokens": [1] * 6,
+        "lens": [9000, 1, 0, 128, 4097, 700],
+        "stored": E4M3,
+        "scales": (0.6, 1.7),
+    },
+    "e4m3, many decodes": {
+        "heads": (32, 8),
+        "tokens": [1] * 20,
+        "lens": [9000, 1, 0, 128, 4097, 700, 5000, 4096, 127, 2] * 2,
+        "stored": E4M3,
+        "scales": (0.6, 1.7),
+    },
+    "e5m2, float16, head size 64, many of no, one or three tokens": {
+        "heads": (32, 8),
+        "tokens": [1, 3, 0, 0] * 5,
+        "lens": [5000, 4100, 7, 9, 30] * 4,
+        "D": 64,
+        "dtype": FP16,
+        "stored": E5M2,
+        "causal": False,
+    },
+    "e4m3, many of two tokens and a prompt": {
+        "heads": (16, 8),
+        "tokens": [2] * 20 + [300],
+        "lens": [5000, 4100, 2, 9, 30] * 4 + [900],
+        "stored": E4M3,
+        "padding": 3,
+    },
+    "e5m2, chunks": {
+        "heads": (32, 8),
+        "tokens": [1, 300, 130, 17],
+        "lens": [5000, 4000, 130, 3000],
+        "stored": E5M2,
+        "padding": 5,
+    },
+    "e4m3, float16, head size 64, not causal": {
+        "heads": (32, 4),
+        "tokens": [1, 200],
+        "lens": [4500, 3000],
+        "D": 64,
+        "dtype": FP16,
+        "stored": E4M3,
+        "causal": False,
+        "scales": (None, 0.3),
+    },
+    "e4m3, one head, long": {"heads": (8, 1), "tokens": [1, 1], "lens": [140_000, 3], "B": 64, "stored": E4M3},
+    "e4m3, block 1": {"heads": (32, 8), "tokens": [1, 200], "lens": [5000, 2500], "B": 1, "stored": E4M3},
+    "e5m2, packed": {
+        "heads": (16, 2),
+        "tokens": [1, 200],
+        "lens": [5000, 2500],
+        "D": 64,
+        "layout": "X_PACKED",
+        "stored": E5M2,
+        "scales": (0.6, None),
+    },
 }
 
 
@@ -299,20 +402,35 @@ CACHES = [(16, 0, False), (64, 0, True), (1, 0, False), (12, 0, True), (16, 1, F
 @on_hopper
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 @pytest.mark.parametrize(
-    ("heads", "D", "dtype"), [((32, 8), 128, BF16), ((8, 1), 128, FP16), ((16, 16), 64, BF16)], ids=str
+    ("heads", "D", "dtype", "stored"),
+    [
+        ((32, 8), 128, BF16, None),
+        ((8, 1), 128, FP16, None),
+        ((16, 16), 64, BF16, None),
+        ((32, 8), 128, BF16, E4M3),
+        ((8, 1), 128, FP16, E4M3),
+        ((16, 2), 64, BF16, E5M2),
+    ],
+    ids=str,
 )
-def test_rows_have_the_same_bits_in_any_batch_and_cache(heads, D, dtype, cache):
+def test_rows_have_the_same_bits_in_any_batch_and_cache(heads, D, dtype, stored, cache):
     """Also captured, with other lengths when it is replayed."""
     (H, K), n, dice = heads, 9000, random.Random(0)
     torch.manual_seed(0)
-    key, value = (torch.randn(n, K, D, device=GPU).to(dtype) for _ in "kv")
+    key, value = (torch.randn(n, K, D, device=GPU).to(stored or dtype) for _ in "kv")
     query = torch.randn(n, H, D, device=GPU).to(dtype)
+    features: dict[str, Any] = {"batch_invariant": True}
+    if stored:
+        key, value = key.view(torch.uint8), value.view(torch.uint8)
+        query *= torch.exp2(torch.randint(-3, 3, (n, H, 1), device=GPU))  # rows are divided by powers of two
+        features |= {name: torch.tensor([0.6], device=GPU) for name in ("k_scale", "v_scale")}
 
     def attend(parts, cache, capture=False):
         B, offset, heads_first = cache
         of = [-(-end // B) for _, end in parts]
         N = sum(of) + 2
-        memory = torch.full((N * 2 * B * K * D + offset,), torch.nan, dtype=dtype, device=GPU)[offset:]
+        nothing = 0x7F if stored else torch.nan
+        memory = torch.full((N * 2 * B * K * D + offset,), nothing, dtype=key.dtype, device=GPU)[offset:]
         shape = (N, 2, K, B, D) if heads_first else (N, 2, B, K, D)
         kv_cache = memory.view(shape).transpose(2, 3) if heads_first else memory.view(shape)
         ids, tables = dice.sample(range(N), N), torch.zeros(len(parts), max(of), dtype=torch.int32)
@@ -324,14 +442,15 @@ def test_rows_have_the_same_bits_in_any_batch_and_cache(heads, D, dtype, cache):
         starts = torch.tensor([0, *(end - first for first, end in parts)]).cumsum(0)
         lens = torch.tensor([end for _, end in parts], dtype=torch.int32, device=GPU)
         rows = torch.cat([query[first:end] for first, end in parts])
+        kv_cache = kv_cache.view(stored or dtype)
         call = rows, kv_cache, tables.to(GPU), lens, starts.to(GPU, torch.int32), D**-0.5
-        results = paged_ops.paged_attention_with_lse(*call, batch_invariant=True)
+        results = paged_ops.paged_attention_with_lse(*call, **features)
         if capture:
             graph, given = torch.cuda.CUDAGraph(), lens.clone()
             lens.fill_(1)
             torch.cuda.synchronize(GPU)
             with captured_into(graph):
-                results = paged_ops.paged_attention_with_lse(*call, batch_invariant=True)
+                results = paged_ops.paged_attention_with_lse(*call, **features)
             lens.copy_(given)
             for each in results:
                 each.fill_(torch.nan)
@@ -343,12 +462,32 @@ def test_rows_have_the_same_bits_in_any_batch_and_cache(heads, D, dtype, cache):
     rows = sorted({0, 1023, 4095, 4096, n - 1, *dice.sample(range(n), 8)})
     cuts = sorted({0, n, *dice.sample(range(n), 4)})
     chunks = list(itertools.pairwise(cuts))
+    many = [(i, i + 1) for i in rows] * (H200.processors // (K * len(rows)) + 1)  # so that items fill all processors
+    of_few = many, [(i, i + 1) for i in rows], [(max(i - 3, 0), i + 1) for i in rows], [(n - 1, n)]
     more = dice.sample(range(n), 20)  # decoders compute their segments beside the prompt
     beside = [*((i, i + 1) for i in more), *((max(i - 1, 0), i + 1) for i in rows), (n // 2, n), (70, 73), (0, 1)]
-    for parts in ([(i, i + 1) for i in rows], chunks, [(max(i - 3, 0), i + 1) for i in rows], [(n - 1, n)], beside):
+    for parts in (*of_few, chunks, beside):
         alone = cache != CACHES[0] or parts is chunks or parts is beside
         together = parts if alone else [*parts, *chunks[:1]]
         for which in {tuple(parts), tuple(together)}:
             found = attend(list(which), cache, capture=len(which) in (len(rows), len(beside)))
             for (first, end), (out_, lse_) in zip(which, found, strict=True):
                 assert torch.equal(out_, out[first:end]) and torch.equal(lse_, lse[first:end]), (first, end)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("stored", [None, E4M3])
+def test_a_workspace_without_place_for_states_changes_no_bit(stored, monkeypatch):
+    """Then no segment is an item."""
+    for tokens in ([1] * 20, [1] * 20 + [70], [1, 3, 0, 0] * 5):
+        lens = [5000, 4100, 3, 9000] * 5 + [4200] * (len(tokens) - 20)
+        call, features, _ = batch((32, 8), tokens, lens, stored=stored)
+        with monkeypatch.context() as patched:
+            attention.forget()
+            usual = paged_ops.paged_attention_with_lse(*call, **features, batch_invariant=True)
+            patched.setattr(invariant, "WORKSPACE", 1 << 13)
+            attention.forget()
+            found = paged_ops.paged_attention_with_lse(*call, **features, batch_invariant=True)
+        attention.forget()
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(usual, found, strict=True))

@@ -163,7 +163,7 @@ def by_code(monkeypatch, told, loaded):
         for each in places:
             each.index(at % STAGES[0]).store(at)
 
-    def halve_rows(n, shared, SHAPE):
+    def halve_rows(n, shared, SHAPE, APART):
         place = shared.q_groups.index(ring.stage_of(shared.item_ring, n))
         of, state = place.content
         assert state == "given"

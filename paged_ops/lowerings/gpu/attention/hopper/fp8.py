@@ -131,8 +131,9 @@ def as_words(given, number: gl.constexpr, N: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def convert(at, bytes, to, E4M3: gl.constexpr):
-    """The at-th tile of keys, or of values, when its bytes have arrived and its place is empty."""
+def convert(at, bytes, to, E4M3: gl.constexpr, APART: gl.constexpr = False):
+    """The at-th tile of keys, or of values, when its bytes have arrived and its place is empty. APART: see
+    :func:`apart`."""
     # Eight neighbouring rows per warp: no bank conflicts.
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [0, 1])
     ROWS: gl.constexpr = 64  # at once
@@ -146,16 +147,43 @@ def convert(at, bytes, to, E4M3: gl.constexpr):
         if piece == 0:
             ring.wait_empty(to.ring, at)
         first, last = widen_words(words, E4M3)
-        tile.slice(piece * ROWS, ROWS, dim=0).store(gl.join(first, last).reshape([ROWS, D // 2]))
+        pairs = gl.join(first, last)
+        if APART:
+            pairs = pairs.permute((0, 2, 1))
+        tile.slice(piece * ROWS, ROWS, dim=0).store(pairs.reshape([ROWS, D // 2]))
     fence_async_shared()
     ring.fill(to.ring, at)
     ring.release(bytes.ring, at)  # only now: a load may still be under way when a barrier is passed
 
 
 @gluon.jit
-def halve_rows(n, shared, SHAPE: gl.constexpr):
+def apart(rows):
+    """Rows whose columns are in another order: the first two of each four, then the last two of each four. In this
+    order ``widen_halves`` leaves keys that it converts in registers."""
+    ROWS: gl.constexpr = rows.shape[0]
+    D: gl.constexpr = rows.shape[1]
+    return rows.reshape([ROWS, D // 4, 2, 2]).permute((0, 2, 1, 3)).reshape([ROWS, D])
+
+
+@gluon.jit
+def order_rows(n, shared, SHAPE: gl.constexpr):
+    """float16 query rows of the n-th item with their columns :func:`apart`, in place."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    TILES: gl.constexpr = SHAPE.M // WARPGROUP
+    ROWS: gl.constexpr = 16  # at once
+    EACH: gl.constexpr = WARPGROUP // ROWS
+    slot = ring.stage_of(shared.item_ring, n)
+    for piece in gl.static_range(SHAPE.M // ROWS):
+        rows = shared.q_tiles[0].index(slot * TILES + piece // EACH).slice(piece % EACH * ROWS, ROWS, dim=0)
+        rows.store(apart(rows.load(layout)))
+    fence_async_shared()
+    ring.fill(shared.rows_full, n)
+
+
+@gluon.jit
+def halve_rows(n, shared, SHAPE: gl.constexpr, APART: gl.constexpr = False):
     """bfloat16 query rows of the n-th item as float16, in place. Each row is divided by its factor, a power of two, so
-    that its largest element is less than 2."""
+    that its largest element is less than 2. APART: see :func:`apart`."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dtype: gl.constexpr = gl.bfloat16
     TILES: gl.constexpr = SHAPE.M // WARPGROUP
@@ -170,26 +198,34 @@ def halve_rows(n, shared, SHAPE: gl.constexpr):
         power = gl.max(gl.abs(row), 1).to(gl.int32, bitcast=True) & 0x7F800000
         power = gl.minimum(gl.maximum(power, LEAST << 23), 253 << 23)
         half = (row * ((254 << 23) - power).to(gl.float32, bitcast=True)[:, None]).to(gl.float16)
+        if APART:
+            half = apart(half)
         shared.q_tiles[0].index(tile).slice(piece % EACH * ROWS, ROWS, dim=0).store(half)
-        shared.row_factors.index(slot).slice(piece * ROWS, ROWS).store(power.to(gl.float32, bitcast=True))
+        factors = shared.row_factors.index(slot).slice(piece * ROWS, ROWS)
+        if factors.dtype == gl.uint8:
+            factors.store((power >> 23).to(gl.uint8))
+        else:
+            factors.store(power.to(gl.float32, bitcast=True))
     fence_async_shared()
     ring.fill(shared.rows_full, n)
 
 
 @gluon.jit
-def converter(keys, values, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr):
+def converter(keys, values, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr, APART: gl.constexpr = False):
     """Converts the items' tiles from the bytes of keys and values, in the order in which the consumers take them: keys
-    a tile ahead of values."""
+    a tile ahead of values. APART: keys and query rows have their columns :func:`apart`."""
     count = next_tiles(shared, 0, 4)
     n = 0
     total = 0
     while count > 0:
         if shared.row_factors is not None:
-            halve_rows(n, shared, SHAPE)
+            halve_rows(n, shared, SHAPE, APART)
+        elif APART:
+            order_rows(n, shared, SHAPE)
         ring.release(shared.item_ring, n)
         for t in range(count + 1):
             if t < count:
-                convert(total + t, keys, shared.k, E4M3)
+                convert(total + t, keys, shared.k, E4M3, APART)
             if t > 0:
                 convert(total + t - 1, values, shared.v, E4M3)
         total += count

@@ -15,6 +15,7 @@ Each row takes the same instructions in tiles of 64 and of 128 rows: 64 rows of 
 as such, and kernels are compiled without fusing others.
 
 Caches that TMA cannot address are loaded by the producer's threads, so that they get the same bits. That is slower.
+fp8 caches have a kernel of their own, of the same roles and one more, which converts tiles: invariant_fp8.py.
 
 Letters: as in dense.py.
 """
@@ -32,25 +33,33 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
-from paged_ops.lowerings.gpu.attention.hopper import dense, mixed, shares
+from paged_ops.lowerings.gpu.attention.hopper import dense, fp8, invariant_decode, invariant_fp8, mixed, shares
 from paged_ops.lowerings.gpu.attention.hopper import invariant_beside as beside
 from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
 from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import consumer, scheduler
-from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch, aligned_rows, contiguous_rows
+from paged_ops.lowerings.gpu.attention.hopper.launch import (
+    PARTS,
+    Described,
+    HopperLaunch,
+    aligned_rows,
+    contiguous_rows,
+)
 from paged_ops.lowerings.gpu.attention.hopper.loader import loader
 from paged_ops.lowerings.gpu.attention.hopper.producer import producer
 from paged_ops.lowerings.gpu.attention.hopper.ring import signal_of
 from paged_ops.lowerings.gpu.attention.hopper.segments import Cuts, fold_weights, segments_of
 from paged_ops.lowerings.gpu.attention.shared.tile import LN2, LOG2E, Batch, store_padding
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
-from paged_ops.lowerings.gpu.spec import Division, Numbers, Pointers, Shapes, Spec, TileShape, not_applied
+from paged_ops.lowerings.gpu.spec import Division, Numbers, Pointers, Shapes, Spec, TileShape, can_slice, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
 SIZES = (64, 64), (128, 128)  # head sizes that were run on a GPU
 SEGMENT, SHORTEST, FEW_HEADS = 4096, 1024, 4  # keys, keys, key/value heads: see segment_of
 SEGMENTS, FEWEST_SEGMENTS = 128, 16  # at most, of a long row: about so many in all key/value heads, and in one
 LEAD = 8  # Plan.lead
+# Of invariant_decode_kernel: the most query rows, and with 8 rows the programs per multiprocessor.
+MOST_FEW, STAGES, PROGRAMS = 16, 4, 4
 WORKSPACE = 16 << 20  # of states of segments, in float32s
 COUNTERS = 4
 NOTHING = tl.constexpr(0xFF800000)  # a pair of -inf and 0.0
@@ -59,6 +68,7 @@ FEW_UNITS, AT_ONCE, AT_ONCE_OF_FEW = 32, 8, 32
 MERGING = 32  # programs per multiprocessor
 # Names of spec.needs.
 APPLIES = frozenset({"causal", "lse", "batch_invariant", "float16", "bfloat16"})
+APPLIES |= {"k_scale", "v_scale", "float8_e4m3fn", "float8_e5m2"}
 
 
 class Plan(NamedTuple):
@@ -67,7 +77,10 @@ class Plan(NamedTuple):
     division: Division
     cuts: Cuts
     lead: int  # tiles that are still to be loaded when the next item is taken
-    beside: int = 0  # packed query rows, at most, of the sequences that decoders compute: see invariant_beside.py
+    # Packed query rows, at most, of the sequences that decoders compute, see invariant_beside.py, or that
+    # invariant_decode_kernel serves.
+    beside: int = 0
+    everyone: bool = False  # whether invariant_decode_kernel serves all other sequences, too
 
 
 class Fold(NamedTuple):
@@ -80,12 +93,15 @@ class Fold(NamedTuple):
 def serves(spec: Spec, target: Target) -> list[str]:
     """The reasons why it does not serve these calls; empty if it does. They are the same for all calls whose rows must
     have equal bits: none is about the layout of the cache or of the queries."""
-    sizes = spec.k_side.size, spec.v_side.size
+    key, value = spec.k_side, spec.v_side
+    sizes, kinds = (key.size, value.size), (spec.dtype, *fp8.STORED)
     against = {
         "batch_invariant: not asked for": not spec.batch_invariant,
         f"head sizes: expected one of {SIZES}, got {sizes}": sizes not in SIZES,
         f"dtype: expected float16 or bfloat16, got {spec.dtype}": spec.dtype not in (torch.float16, torch.bfloat16),
-        f"cache_dtype: expected {spec.dtype}, got {spec.storage.dtype}": spec.storage.dtype != spec.dtype,
+        f"cache_dtype: expected one of {kinds}, got {spec.storage.dtype}": spec.storage.dtype not in kinds,
+        "k_scale: expected one for all heads": bool(key.scale),
+        "v_scale: expected one for all heads": bool(value.scale),
         f"num_heads: expected at most {WARPGROUP.value} per key/value head, got {spec.G}": spec.G > WARPGROUP.value,
     }
     return not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
@@ -97,11 +113,12 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
         return "scale: expected a positive number"
     rows, same = tuning.rows_of(shapes.T, shapes.S, spec.G)
     M = WARPGROUP.value if same or shapes.T <= shapes.S else 2 * WARPGROUP.value
-    if same and shapes.T > shapes.S:
+    if same and shapes.T > shapes.S and not decodes(spec, tuning.power_of_2(rows), shapes.S, target):
         rows = WARPGROUP.value
     division = tuning.division(min(rows, WARPGROUP.value), shapes.S)
     loads = loads_of(spec, shapes)
-    decoders = loads == 2 and M > WARPGROUP.value and beside.takes(spec, target, shapes.T, shapes.S)
+    prompts = loads == 2 and M > WARPGROUP.value and not is_fp8(spec)
+    decoders = prompts and beside.takes(spec, target, shapes.T, shapes.S)
     return M, loads, division._replace(times=0), shapes.S, decoders
 
 
@@ -109,10 +126,39 @@ def loads_of(spec: Spec, shapes: Shapes) -> int:
     """How the cache can be loaded: 2 by TMA, 1 by asynchronous copies of 16 bytes, 0 by elements."""
     sides = spec.k_side, spec.v_side
     whole = all(side.x == side.size and side.d == 1 for side in sides)
+    aligned = 16 // spec.storage.dtype.itemsize
+    copied = whole and shapes.aligned and not any(n % aligned for side in sides for n in (side.n, side.b, side.k))
+    if is_fp8(spec):
+        if not copied:  # also rows of an odd number of bytes
+            return 0
+        spec = fp8.in_pairs(spec)
+        sides = spec.k_side, spec.v_side
     if whole and all(dense._matrix(side, spec) for side in sides) and dense.has_form(spec, shapes):
         return 2
-    aligned = 16 // spec.dtype.itemsize
-    return int(whole and shapes.aligned and not any(n % aligned for side in sides for n in (side.n, side.b, side.k)))
+    return int(copied)
+
+
+def decodes(spec: Spec, rows: int, S: int, target: Target) -> bool:
+    """Whether invariant_decode_kernel serves the sequences of at most so many rows. It needs several items per
+    multiprocessor."""
+    many = S * spec.K >= target.processors
+    return is_fp8(spec) and rows <= MOST_FEW and many and can_slice(spec) and not are_copied(spec)
+
+
+def decode_launch(spec: Spec, plan: Plan, rows: int, target: Target, counter: str) -> Launch:
+    """The launch of invariant_decode_kernel."""
+    size = spec.k_side.size
+    tile = TileShape(max(rows, 8), 128, size, size, 0, True)
+    programs = PROGRAMS if rows <= 8 else 2  # with more rows registers would not suffice
+    constants: dict[str, Any] = {"SPEC": spec, "PLAN": plan, "TILE": tile, "enable_fp_fusion": False}
+    constants |= {"num_warps": 4, "num_stages": STAGES, "maxnreg": min(512 // programs, 255), **target.overlap()}
+    without = ("alibi_slopes", *({"taken", "arrived"} - {counter}))
+    launcher = launcher_of(invariant_decode.invariant_decode_kernel, constants, target.device, without)
+    return Launch(launcher, (programs * target.processors, 1, 1), without)
+
+
+def is_fp8(spec: Spec) -> bool:
+    return spec.storage.dtype in fp8.STORED
 
 
 def segment_of(spec: Spec) -> int:
@@ -122,12 +168,16 @@ def segment_of(spec: Spec) -> int:
 
 def shape_of(spec: Spec, M: int, tma: bool, shared_memory: int) -> HopperShape:
     """The tile: 128 keys, with any number of rows."""
-    if not tma:  # a cache that TMA could address
-        side = spec.k_side._replace(x=spec.k_side.size, run=1, n=128 * spec.k_side.size, b=spec.k_side.size, k=0, d=1)
-        spec = spec._replace(B=128, K=1, k_side=side, v_side=side)
-    shape = dense.shape_of(spec, shared_memory) if M > WARPGROUP.value else shares.shape_of(spec, M, shared_memory)
-    assert shape.N == 128
-    return shape
+    if M == WARPGROUP.value:
+        return shares.shape_of(spec, M, shared_memory)._replace(registers=(240, 56))
+    registers = (216, 216, 40) if tma else (208, 208, 56)
+    return dense.shape_of(spec, shared_memory)._replace(registers=registers)
+
+
+def addressable(spec: Spec) -> Spec:
+    """The spec of a cache that TMA can address."""
+    side = spec.k_side._replace(x=spec.k_side.size, run=1, n=128 * spec.k_side.size, b=spec.k_side.size, k=0, d=1)
+    return spec._replace(B=128, K=1, k_side=side, v_side=side)
 
 
 def fold_of(units: int) -> Fold:
@@ -143,37 +193,48 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     if M == WARPGROUP.value:  # the rows of a token lie together: programs read them at about one time
         P = tuning.programs_apart(spec.K, P) or P
     tma = loads == 2
-    shape = shape_of(spec, M, tma, target.shared_memory)
-    if M == WARPGROUP.value:
-        shape = shape._replace(registers=(240, 56))
-    elif not tma:
-        shape = shape._replace(registers=(208, 208, 56))
+    shaped = spec if tma else addressable(spec)
+    described: list[Described]
+    if is_fp8(spec):
+        shape, of_bytes = invariant_fp8.shapes_of(shaped, M, target.shared_memory)
+        described = fp8.descriptors(fp8.in_pairs(spec), shape.page) if tma else [None, None]
+        division = division._replace(at_once=min(division.at_once, invariant_fp8.AT_ONCE))
     else:
-        shape = shape._replace(registers=(216, 216, 40))
+        shape = shape_of(shaped, M, tma, target.shared_memory)
+        described = dense.descriptors(spec, shape.page) if tma else [None] * (2 * dense.MOST_PARTS)
+    assert shape.N == 128
     segment = segment_of(spec)
     rows = tuning.power_of_2(division.rows)
     span = segment * max(SEGMENTS // spec.K, FEWEST_SEGMENTS)
     cuts = Cuts(segment // shape.N, span, rows, WORKSPACE // (rows * Dv))
+    few = decodes(spec, rows, S, target)
+    everyone = few and M == WARPGROUP.value
+    beside_rows = beside.ROWS if decoders else rows if few else 0
+    plan = Plan(division, cuts, LEAD, beside_rows, everyone)
     kernel: Any = invariant_items_kernel
     more: dict[str, Any] = {"LOADS": loads}
-    described = dense.descriptors(spec, shape.page) if tma else [None] * (2 * dense.MOST_PARTS)
+    scales: tuple[str, ...] = ()
     if decoders:
         kernel, shape = beside.invariant_beside_kernel, beside.shape_of(shape)
-        decodes = beside.decode_shape(spec, shape, target.shared_memory)
-        more = {"DECODES": decodes}
-        described = [*filter(None, described), *mixed.chunk_descriptors(spec, decodes.page)]
+        halves = beside.decode_shape(spec, shape, target.shared_memory)
+        more = {"DECODES": halves}
+        described = [*filter(None, described), *mixed.chunk_descriptors(spec, halves.page)]
     read = spec
     if are_copied(spec):
         D = spec.k_side.size
         read = spec._replace(query=(spec.K * spec.G * D, D, 1))
     constants = {
         "SPEC": read,
-        "PLAN": Plan(division, cuts, LEAD, beside.ROWS if decoders else 0),
+        "PLAN": plan,
         "SHAPE": shape,
         "enable_fp_fusion": False,
         **target.overlap(),
     }
-    takes = PARTS if tma else (*PARTS, "key_cache", "value_cache")
+    if is_fp8(spec):
+        kernel, scales = invariant_fp8.invariant_fp8_kernel, ("k_scale", "v_scale")
+        e4m3 = spec.storage.dtype == torch.float8_e4m3fn
+        more |= {"PAIRS": invariant_fp8.pairs_of(read), "BYTES": of_bytes, "E4M3": e4m3}
+    takes = (*PARTS, *scales, *(() if tma else ("key_cache", "value_cache")))
     floats = cuts.states * rows * Dv + P * M * Dv
     size = floats + 2 * cuts.states * rows
     fold = fold_of(S * spec.K)
@@ -185,19 +246,23 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     def launches(counted: bool) -> tuple[Launch, ...]:
         counter = "arrived" if counted else "taken"
         others = {"taken", "arrived"} - {counter}
+        before: tuple[Launch, ...] = ()
+        if few:
+            before = (decode_launch(read, plan, rows, target, counter),)
         launcher = launcher_of(kernel, {**constants, **more, "num_warps": 4}, target.device, (counter,))
         query = contiguous_rows if are_copied(spec) else aligned_rows
-        main = HopperLaunch(launcher, (P, 1, 1), (*takes, counter), described, query)
+        mains = () if everyone else (HopperLaunch(launcher, (P, 1, 1), (*takes, counter), described, query),)
         tile = TileShape(M, shape.N, 0, Dv, 0, False)
-        merged = {"SPEC": spec.for_merge(), "PLAN": constants["PLAN"], "TILE": tile, "FOLD": fold}
+        folded = plan if decoders else plan._replace(beside=0)
+        merged: dict[str, Any] = {"SPEC": spec.for_merge(), "PLAN": folded, "TILE": tile, "FOLD": fold}
         merged |= {"num_warps": 1, "maxnreg": 255, "enable_fp_fusion": False, **target.overlap()}
-        without = (*others, *NOT_OF_MERGE)
+        without = (*others, *({*NOT_OF_MERGE} - {*scales}))
         merge = Launch(launcher_of(invariant_states_kernel, merged, target.device, without), grid, without)
         if counted:
-            return main, merge
+            return *before, *mains, merge
         without = tuple(name for name in Pointers._fields if name != "taken")
         zero = Launch(launcher_of(invariant_zero_kernel, {"num_warps": 1}, target.device, without), (1, 1, 1), without)
-        return zero, main, merge
+        return zero, *before, *mains, merge
 
     return Launches(launches(True), (floats, size, size + COUNTERS), COUNTERS, launches(False))
 
@@ -207,7 +272,7 @@ def are_copied(spec: Spec) -> bool:
     return dense.are_copied(spec) or spec.query[2] != 1
 
 
-NOT_OF_MERGE = "query", "key_cache", "value_cache", "block_tables", "alibi_slopes", "k_scale"
+NOT_OF_MERGE = "query", "key_cache", "value_cache", "block_tables", "alibi_slopes", "k_scale", "v_scale"
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
@@ -321,6 +386,11 @@ def invariant_states_kernel(
     q_len = row_end - row_start
     _segment, units, _whole = segments_of(q_len, seq_len, G, TOKENS, DIVISION.rows, CUTS, TILE.N)
     store_padding(tensors, first_free + p, T, tl.num_programs(0), tl.arange(0, 1), tl.arange(0, Dv), SPEC.heads, Dv)
+    of_values = 1.0
+    if tensors.k_scale is not None:
+        scale *= tl.load(tensors.k_scale)
+    if tensors.v_scale is not None:
+        of_values = tl.load(tensors.v_scale)
     if PDL:
         gdc_wait()
     if p == 0:
@@ -351,6 +421,8 @@ def invariant_states_kernel(
                     m = m_new
             seen = l != 0.0
             share = tl.where(seen, 1.0 / tl.where(seen, l, 1.0), 0.0)
+            if tensors.v_scale is not None:
+                share *= of_values
             lse2 = tl.where(seen, tl.fma(m, factor, tl.log2(tl.where(seen, l, 1.0))), float("-inf"))
             head = (row_start + row // G).to(tl.int64) * SPEC.heads + kh * G + row % G
             tl.store(tensors.out + head * Dv + e % Dv, (acc * share).to(tensors.out.dtype.element_ty), mask=live)

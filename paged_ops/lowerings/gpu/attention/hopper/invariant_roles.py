@@ -1,4 +1,7 @@
-"""The roles of hopper/invariant.py: its items and its consumers."""
+"""The roles of hopper/invariant.py: its items and its consumers.
+
+Longer than 500 lines: the consumers' state passes through all of their functions.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from paged_ops.lowerings.gpu.attention.hopper.consumer import (
     LOG2E,
     Sums,
+    as_column,
     multiply_keys,
     multiply_values,
     positions,
@@ -24,7 +28,7 @@ from paged_ops.lowerings.gpu.attention.hopper.consumer import (
     zero_values,
 )
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, first_of, widths_of
-from paged_ops.lowerings.gpu.attention.hopper.invariant_sums import row_sums, thread_sums
+from paged_ops.lowerings.gpu.attention.hopper.invariant_sums import as_sums, row_sums, thread_sums
 from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, not_kept, prefetch_ids
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, stage_of, wait_empty, wait_full
 from paged_ops.lowerings.gpu.attention.hopper.segments import fold_weights, segment_tiles, segments_of
@@ -222,7 +226,7 @@ class Rows(NamedTuple):
     low: Any
     at: Any  # their positions
     live: Any
-    factor: Any  # of scores, to base 2
+    factor: Any  # of scores, to base 2; of each row, or one number
 
 
 class State(NamedTuple):
@@ -241,17 +245,19 @@ class Total(NamedTuple):
 
 
 @gluon.jit
-def softmax_tile(qk, m, rows, j, seq_len, MASKED: gl.constexpr, SPEC: gl.constexpr):
-    """As ``softmax_tile`` of consumer.py, with each multiply-add written as one."""
+def softmax_tile(
+    qk, m, rows, j, seq_len, MASKED: gl.constexpr, BY_ROWS: gl.constexpr, FEW: gl.constexpr, SPEC: gl.constexpr
+):  # fmt: skip
+    """As ``softmax_tile`` of softmax.py, with each multiply-add written as one."""
     MASKS: gl.constexpr = SPEC.masks
     if MASKED:
         kept = keep_seen(j[None, :], rows.low[:, None], rows.i[:, None], seq_len, MASKS)
         qk = gl.where(kept, qk, float("-inf"))
     m_new = gl.maximum(m, gl.max(qk, 1))
     shift = gl.where(m_new == float("-inf"), 0.0, m_new) * rows.factor
-    p = gl.exp2(gl.fma(qk, rows.factor, -shift[:, None]))
+    p = gl.exp2(gl.fma(qk, as_column(rows.factor, BY_ROWS), -shift[:, None]))
     decay = gl.exp2(gl.fma(m, rows.factor, -shift))
-    return p, m_new, thread_sums(p), decay
+    return p, m_new, thread_sums(p, FEW), decay
 
 
 @gluon.jit
@@ -299,33 +305,34 @@ def total_at(which: gl.constexpr, layout: gl.constexpr, n: gl.constexpr, batch, 
 @gluon.jit
 def end_step(acc, p16, m, l, l_tile, decay, V_PARTS: gl.constexpr):
     """The state after a tile, from that before it with all its values."""
-    decay_l = gl.convert_layout(decay, gl.SliceLayout(1, l_tile.type.layout))
-    return Sums(scaled(acc, decay, V_PARTS), p16, m, gl.fma(l, decay_l[:, None], l_tile))
+    return Sums(scaled(acc, decay, V_PARTS), p16, m, gl.fma(l, as_sums(decay, l_tile), l_tile))
 
 
 @gluon.jit
-def first_step(s, state, tile, item, rows, dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+def first_step(s, state, tile, item, rows, shared, FEW: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """The state after the first tile of a segment, with scores ``s``; its values are not added yet."""
     MASKS: gl.constexpr = SPEC.masks
+    BY_ROWS: gl.constexpr = shared.row_factors is not None
     V_PARTS: gl.constexpr = SHAPE.v.parts
     WIDTHS: gl.constexpr = widths_of(V_PARTS)
     j = tile * SHAPE.N + gl.arange(0, SHAPE.N, gl.SliceLayout(0, s.type.layout))
     masked = needs_mask(tile, item.full_start, item.full_end, MASKS) | (tile == item.end_tile - 1)
     if masked:
-        p, m, l_tile, decay = softmax_tile(s, state.m, rows, j, item.seq_len, True, SPEC)
+        p, m, l_tile, decay = softmax_tile(s, state.m, rows, j, item.seq_len, True, BY_ROWS, FEW, SPEC)
     else:
-        p, m, l_tile, decay = softmax_tile(s, state.m, rows, j, item.seq_len, False, SPEC)
+        p, m, l_tile, decay = softmax_tile(s, state.m, rows, j, item.seq_len, False, BY_ROWS, FEW, SPEC)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout(WIDTHS[0]), 2)
-    p16 = gl.convert_layout(p.to(dtype), p_layout)
+    p16 = gl.convert_layout(p.to(shared.q_tiles[0].dtype), p_layout)
     return end_step(state.acc, p16, m, state.l, l_tile, decay, V_PARTS)
 
 
 @gluon.jit
-def step(sums, at, tile, item, rows, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+def step(sums, at, tile, item, rows, shared, FEW: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """As ``step`` of consumer.py."""
     K_PARTS: gl.constexpr = SHAPE.k.parts
     V_PARTS: gl.constexpr = SHAPE.v.parts
     MASKS: gl.constexpr = SPEC.masks
+    BY_ROWS: gl.constexpr = shared.row_factors is not None
     wait_full(shared.k.ring, at)
     s = multiply_keys(shared, rows.tile, at, K_PARTS)
     wait_full(shared.v.ring, at - 1)
@@ -335,9 +342,9 @@ def step(sums, at, tile, item, rows, shared, SPEC: gl.constexpr, SHAPE: gl.const
     masked = needs_mask(tile, item.full_start, item.full_end, MASKS)
     j = tile * SHAPE.N + gl.arange(0, SHAPE.N, gl.SliceLayout(0, s.type.layout))
     if masked:
-        p, m, l_tile, decay = softmax_tile(s, sums.m, rows, j, item.seq_len, True, SPEC)
+        p, m, l_tile, decay = softmax_tile(s, sums.m, rows, j, item.seq_len, True, BY_ROWS, FEW, SPEC)
     else:
-        p, m, l_tile, decay = softmax_tile(s, sums.m, rows, j, item.seq_len, False, SPEC)
+        p, m, l_tile, decay = softmax_tile(s, sums.m, rows, j, item.seq_len, False, BY_ROWS, FEW, SPEC)
     acc = wait_for(acc, V_PARTS)
     release_tile(shared.v.ring, at - 1, SHAPE)
     p16 = gl.convert_layout(p.to(sums.p16.dtype), sums.p16.type.layout)
@@ -362,8 +369,7 @@ def without(acc, m, l, folds, V_PARTS: gl.constexpr):
     for n in gl.static_range(len(widths_of(V_PARTS))):
         row_layout: gl.constexpr = gl.SliceLayout(1, acc[n].type.layout)
         accs += (gl.where(gl.convert_layout(folds, row_layout)[:, None], 0.0, acc[n]),)
-    l_folds = gl.convert_layout(folds, gl.SliceLayout(1, l.type.layout))
-    return State(accs, gl.where(folds, float("-inf"), m), gl.where(l_folds[:, None], 0.0, l))
+    return State(accs, gl.where(folds, float("-inf"), m), gl.where(as_sums(folds, l), 0.0, l))
 
 
 @gluon.jit
@@ -388,6 +394,13 @@ def store_state(
 
 
 @gluon.jit
+def factors_of_rows(shared, n, which: gl.constexpr, layout: gl.constexpr):
+    """What a consumer's query rows of the n-th item were divided by, see ``halve_rows`` of fp8.py."""
+    exponents = shared.row_factors.index(stage_of(shared.item_ring, n)).slice(which * WARPGROUP, WARPGROUP)
+    return (exponents.load(layout).to(gl.int32) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def attend(
     item, n, total_tiles, factor, which: gl.constexpr, batch, shared, SPEC: gl.constexpr, PLAN: gl.constexpr,
     SHAPE: gl.constexpr,
@@ -396,10 +409,10 @@ def attend(
     CUTS: gl.constexpr = PLAN.cuts
     MASKS: gl.constexpr = SPEC.masks
     N: gl.constexpr = SHAPE.N
-    DTYPE: gl.constexpr = shared.q_tiles[0].dtype
     K_PARTS: gl.constexpr = SHAPE.k.parts
     V_PARTS: gl.constexpr = SHAPE.v.parts
     WIDTHS: gl.constexpr = widths_of(V_PARTS)
+    BY_ROWS: gl.constexpr = shared.row_factors is not None
     ROW_SLOTS: gl.constexpr = SHAPE.row_slots
     TOKENS: gl.constexpr = SHAPE.M // SPEC.G
     s_layout: gl.constexpr = sums_layout(N)
@@ -408,7 +421,12 @@ def attend(
     low, i = keys_of_rows(position, 0, None, batch.numbers, MASKS)
     r = which * WARPGROUP + gl.arange(0, WARPGROUP, s_rows)
     live = (r < TOKENS * SPEC.G) & (r // SPEC.G < item.q_len - item.first_token)
-    rows = Rows(n % ROW_SLOTS * (SHAPE.M // WARPGROUP) + which, i, low, position, live, factor)
+    row_factor = factor
+    if shared.rows_full is not None:
+        wait_full(shared.rows_full, n)
+    if BY_ROWS:
+        row_factor = factor * factors_of_rows(shared, n, which, s_rows)
+    rows = Rows(n % ROW_SLOTS * (SHAPE.M // WARPGROUP) + which, i, low, position, live, row_factor)
     first_i = item.seq_len - item.q_len + item.first_token
     last_i = first_i + gl.minimum(TOKENS, item.q_len - item.first_token) - 1
     segment = segment_tiles(first_i, CUTS)
@@ -416,7 +434,8 @@ def attend(
     zero = gl.full([WARPGROUP], 0.0, gl.float32, s_rows)
     nothing = zero - float("inf")
     total = Total(nothing, zero)
-    no_weights = thread_sums(gl.full([WARPGROUP, N], 0.0, gl.float32, s_layout))
+    FEW: gl.constexpr = SPEC.storage.dtype != SPEC.dtype
+    no_weights = thread_sums(gl.full([WARPGROUP, N], 0.0, gl.float32, s_layout), FEW)
     state = State(zero_sums(WIDTHS), nothing, no_weights)
     # Values past the sequence may be NaN: the first warpgroup zeroes them once.
     past = item.end_tile * N > item.seq_len
@@ -429,8 +448,6 @@ def attend(
         fill(shared.newest_clean, n)
     if past:
         wait_full(shared.newest_clean, n)
-    if shared.rows_full is not None:
-        wait_full(shared.rows_full, n)
     wait_full(shared.k.ring, total_tiles)
     s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, rows.tile, total_tiles, K_PARTS)])
     release_tile(shared.k.ring, total_tiles, SHAPE)
@@ -438,9 +455,9 @@ def attend(
     # What one round leaves for the next is set on both ways through it: else it would take registers all the time.
     while t < item.tiles:
         stop = gl.minimum(t + 1 + (item.end_tile - t - 1) % segment, item.tiles)
-        sums = first_step(s, state, item.end_tile - 1 - t, item, rows, DTYPE, SPEC, SHAPE)
+        sums = first_step(s, state, item.end_tile - 1 - t, item, rows, shared, FEW, SPEC, SHAPE)
         for u in range(t + 1, stop):
-            sums = step(sums, total_tiles + u, item.end_tile - 1 - u, item, rows, shared, SPEC, SHAPE)
+            sums = step(sums, total_tiles + u, item.end_tile - 1 - u, item, rows, shared, FEW, SPEC, SHAPE)
         t = stop
         at = total_tiles + stop - 1
         wait_full(shared.v.ring, at)
@@ -448,9 +465,12 @@ def attend(
         before = load_total(total, rows, which, batch, SPEC, CUTS, SHAPE)
         acc = wait_for(pending, V_PARTS)
         release_tile(shared.v.ring, at, SHAPE)
+        m = sums.m
+        if BY_ROWS:  # as if query rows had not been divided: by powers of two, so no bit is lost
+            m *= factors_of_rows(shared, n, which, s_rows)
         if t < item.tiles:
             folds = (item.end_tile - t) % segment_tiles(position, CUTS) == 0
-            total, made = fold(total, before, acc, sums.m, sums.l, folds, factor, WIDTHS)
+            total, made = fold(total, before, acc, m, sums.l, folds, factor, WIDTHS)
             state = without(acc, sums.m, sums.l, folds, V_PARTS)
             store_total(made, folds, rows, which, batch, SPEC, CUTS, SHAPE)
             wait_full(shared.k.ring, at + 1)
@@ -459,14 +479,16 @@ def attend(
         else:
             release(shared.item_ring, n)
             if item.oldest < 0:
-                whole, of_all = fold(total, before, acc, sums.m, sums.l, live, factor, WIDTHS)
+                whole, of_all = fold(total, before, acc, m, sums.l, live, factor, WIDTHS)
                 seen = whole.l != 0.0
                 share = gl.where(seen, 1.0 / gl.where(seen, whole.l, 1.0), 0.0)
+                if batch.tensors.v_scale is not None:
+                    share *= gl.load(batch.tensors.v_scale)
                 lse2 = gl.where(seen, gl.fma(whole.m, factor, gl.log2(gl.where(seen, whole.l, 1.0))), float("-inf"))
                 store_item(scaled(of_all, share, V_PARTS), lse2, item, 0, batch, which, False, SPEC, SHAPE)
             else:
                 l_rows = gl.convert_layout(row_sums(sums.l), s_rows)
-                store_state(acc, l_rows, sums.m, item, batch, which, SPEC, CUTS, SHAPE)
+                store_state(acc, l_rows, m, item, batch, which, SPEC, CUTS, SHAPE)
             total, state = Total(nothing, zero), State(zero_sums(WIDTHS), nothing, no_weights)
             s = gl.full([WARPGROUP, N], 0.0, gl.float32, s_layout)
 

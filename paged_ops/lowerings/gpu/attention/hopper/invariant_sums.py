@@ -5,6 +5,10 @@ left for each two of 8 keys. These four are kept over the tiles of a segment; at
 
 A consumer has query rows as rows, and each of a row's four threads has the 32 columns of one such sum. The decoder has
 keys as rows: of each 64 a warp has 16. All sums are over axes of two, so no compiler can add them in another order.
+
+Over fp8 caches (FEW) weights 8, 64 and 1 keys apart are added. 16 sums are left, to which those of other tiles are
+added, and at the end those 16, 32, 2 and 4 keys apart. A consumer's thread has four of them; in invariant_decode.py,
+where keys are rows, a thread has one, so that its warps need not exchange sums in every tile.
 """
 
 from __future__ import annotations
@@ -14,17 +18,36 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def thread_sums(p):
-    """The sums of the weights ``[rows, 128]`` of a tile: ``[rows, 4]``."""
+def thread_sums(p, FEW: gl.constexpr):
+    """The sums of the weights ``[rows, 128]`` of a tile: ``[rows, 4]``; FEW: ``[rows, 4, 4]``."""
     M: gl.constexpr = p.shape[0]
-    sums = gl.sum(gl.sum(gl.sum(p.reshape([M, 2, 4, 2, 4, 2]), 1), 2), 3)
-    return gl.sum(gl.sum(sums.reshape([M, 2, 2, 4]), 2), 1)
+    if FEW:
+        sums = gl.sum(gl.sum(gl.sum(p.reshape([M, 2, 4, 2, 4, 2]), 3), 1), 3)
+    else:
+        sums = gl.sum(gl.sum(gl.sum(p.reshape([M, 2, 4, 2, 4, 2]), 1), 2), 3)
+        sums = gl.sum(gl.sum(sums.reshape([M, 2, 2, 4]), 2), 1)
+    return sums
 
 
 @gluon.jit
 def row_sums(l):
-    """The sums of each row, from its four."""
-    return gl.sum(gl.sum(l.reshape([l.shape[0], 2, 2]), 2), 1)
+    """The sums of each row, from its four, or 16."""
+    if len(l.shape) == 3:
+        sums = gl.sum(gl.sum(l.reshape([l.shape[0], 2, 2, 2, 2]), 2), 1)
+    else:
+        sums = l.reshape([l.shape[0], 2, 2])
+    return gl.sum(gl.sum(sums, 2), 1)
+
+
+@gluon.jit
+def as_sums(of_rows, l):
+    """A number of each row, to be combined with its sums."""
+    if len(l.shape) == 3:
+        layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, l.type.layout))
+        column = gl.convert_layout(of_rows, layout)[:, None, None]
+    else:
+        column = gl.convert_layout(of_rows, gl.SliceLayout(1, l.type.layout))[:, None]
+    return column
 
 
 @gluon.jit

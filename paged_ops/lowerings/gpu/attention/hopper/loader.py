@@ -1,7 +1,7 @@
 """Loads of keys and values to shared memory without TMA, for caches of any layout: hopper/invariant.py.
 
-Tiles lie as producer.py loads them. With rows of whole pieces of 16 bytes, a warp copies them asynchronously; else it
-loads elements, which takes longer. Letters: see dense.py.
+Tiles lie as producer.py loads them, two bytes of fp8 as one number of 16 bits. With rows of whole pieces of 16 bytes, a
+warp copies them asynchronously; else it loads elements, which takes longer. Letters: see dense.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,13 @@ from paged_ops.lowerings.gpu.attention.hopper.work import next_tiles, read_item
 from paged_ops.lowerings.gpu.gluon_names import load_async
 
 
+@gluon.constexpr_function
+def chunk_rows(size, elements):
+    """The rows that a warp loads at once, with so many numbers each; bytes that are not loaded in pairs take more
+    registers."""
+    return 8 if size < elements else rows_at_once(size)
+
+
 @gluon.jit
 def rows_at(cache, j, live, item, batch, SIDE: gl.constexpr, SPEC: gl.constexpr):
     """The addresses of keys ``j``, or of values, in any layout."""
@@ -26,9 +33,9 @@ def rows_at(cache, j, live, item, batch, SIDE: gl.constexpr, SPEC: gl.constexpr)
 
 
 @gluon.jit
-def columns_of(SIDE: gl.constexpr, layout: gl.constexpr):
-    """The columns of a head, in elements from its first."""
-    d = gl.arange(0, SIDE.size, gl.SliceLayout(0, layout))
+def columns_of(SIDE: gl.constexpr, layout: gl.constexpr, STEP: gl.constexpr = 1, FIRST: gl.constexpr = 0):
+    """The columns of a head, or every STEP-th from FIRST on, in elements from its first."""
+    d = FIRST + STEP * gl.arange(0, SIDE.size // STEP, gl.SliceLayout(0, layout))
     if SIDE.x == SIDE.size:
         column = d * SIDE.d
     else:
@@ -39,10 +46,15 @@ def columns_of(SIDE: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def load_chunk(rows, live, places, at, SIDE: gl.constexpr, ASYNC: gl.constexpr, layout: gl.constexpr):
     """Load some rows of keys, or of values; 0 past the sequence. ASYNC: begin to."""
-    columns = columns_of(SIDE, layout)
     if ASYNC:
-        load_async(places.index(at), rows[:, None] + columns[None, :], mask=live[:, None])
+        load_async(places.index(at), rows[:, None] + columns_of(SIDE, layout)[None, :], mask=live[:, None])
+    elif rows.dtype.element_ty.primitive_bitwidth == 8:
+        first = gl.load(rows[:, None] + columns_of(SIDE, layout, 2, 0)[None, :], mask=live[:, None], other=0)
+        second = gl.load(rows[:, None] + columns_of(SIDE, layout, 2, 1)[None, :], mask=live[:, None], other=0)
+        pairs = first.to(gl.uint16) | (second.to(gl.uint16) << 8)
+        places.index(at).store(pairs.to(places.dtype, bitcast=True))
     else:
+        columns = columns_of(SIDE, layout)
         places.index(at).store(gl.load(rows[:, None] + columns[None, :], mask=live[:, None], other=0.0))
 
 
@@ -51,12 +63,15 @@ def load_any(tile, at, places, item, batch, SPEC: gl.constexpr, SHAPE: gl.conste
     """Load the at-th tile of keys and of values from any layout, or begin to."""
     K_SIDE: gl.constexpr = SPEC.k_side
     V_SIDE: gl.constexpr = SPEC.v_side
-    SIZE: gl.constexpr = K_SIDE.size
-    ROWS: gl.constexpr = rows_at_once(SIZE)
+    SIZE: gl.constexpr = SHAPE.k.size
+    ROWS: gl.constexpr = chunk_rows(SIZE, K_SIDE.size)
     CHUNKS: gl.constexpr = SHAPE.N // ROWS
     AT_ONCE: gl.constexpr = 4 if ASYNC else 1  # chunks whose block ids are loaded before the first is needed
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [1, 1], [1, 0])
     keys, values = batch.tensors.key_cache, batch.tensors.value_cache
+    if keys.dtype.element_ty.primitive_bitwidth == 8:
+        number: gl.constexpr = gl.float16 if ASYNC else gl.uint8
+        keys, values = keys.to(gl.pointer_type(number)), values.to(gl.pointer_type(number))
     first = at % SHAPE.stages * CHUNKS
     for begin in range(0, CHUNKS, AT_ONCE):
         for n in gl.static_range(AT_ONCE):
@@ -81,12 +96,13 @@ def loader(
     batch, shared, ending, LEAD: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr, ASYNC: gl.constexpr
 ):  # fmt: skip
     """Loads the items' tiles of keys and values, the last one first, without TMA: one tile ahead, if ASYNC, which wants
-    rows of whole pieces of 16 bytes. ``ending``, LEAD: as in ``producer`` of producer.py."""
-    SIZE: gl.constexpr = SPEC.k_side.size
-    ROWS: gl.constexpr = rows_at_once(SIZE)
+    rows of whole pieces of 16 bytes. Over an fp8 cache SHAPE, and if ASYNC the sides of SPEC, are in pairs of bytes.
+    ``ending``, LEAD: as in ``producer`` of producer.py."""
+    SIZE: gl.constexpr = SHAPE.k.size
+    ROWS: gl.constexpr = chunk_rows(SIZE, SPEC.k_side.size)
     K_PARTS: gl.constexpr = SHAPE.k.parts
     V_PARTS: gl.constexpr = SHAPE.v.parts
-    dtype: gl.constexpr = shared.q_tiles[0].dtype
+    dtype: gl.constexpr = shared.k.pages[0].dtype
     TILES: gl.constexpr = SHAPE.stages * (SHAPE.N // ROWS)
     k_places = as_tiles(shared.k.pages, dtype, TILES, ROWS, K_PARTS)
     v_places = as_tiles(shared.v.pages, dtype, TILES, ROWS, V_PARTS)

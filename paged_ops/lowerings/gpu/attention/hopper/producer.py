@@ -125,8 +125,9 @@ def prefetch_ids(batch, item, tile, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     first = tile * SHAPE.N // SPEC.B
     end = gl.cdiv(gl.minimum((tile + item.tiles) * SHAPE.N, item.seq_len), SPEC.B)
     row = batch.tensors.block_tables + item.s.to(gl.int64) * batch.numbers.table_stride
-    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [SHAPE.warps], [0]))
-    for start in range(first, end, 128 * LINE):
+    THREADS: gl.constexpr = 32 * SHAPE.warps
+    thread = gl.arange(0, THREADS, gl.BlockedLayout([1], [32], [SHAPE.warps], [0]))
+    for start in range(first, end, THREADS * LINE):
         at = row + gl.minimum(start + thread * LINE, end - 1) * SPEC.table
         asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
         gl.inline_asm_elementwise(asm, "=r,l", [at], gl.int32, is_pure=False, pack=1)
