@@ -25,7 +25,7 @@ from paged_ops.lowerings.gpu.attention.hopper import (
     dense,
     invariant,
     invariant_fp8,
-    invariant_roles,
+    invariant_items,
     segments,
     work,
 )
@@ -129,13 +129,13 @@ def items_by_the_code(heads, tokens, lens, monkeypatch, D=128, most=None, light=
         PLAN = PLAN._replace(cuts=PLAN.cuts._replace(states=most))
     as_torch(monkeypatch)
     monkeypatch.setattr(segments, "tl", work.gl)
-    for module in (segments, invariant_roles):
+    for module in (segments, invariant_items):
         for name, given in list(vars(module).items()):
             if isinstance(given, triton.JITFunction):
                 monkeypatch.setattr(module, name, given.fn)
-    for name in ("item_at", "segments_of", "segment_tiles"):
-        monkeypatch.setattr(invariant_roles, name, {**vars(work), **vars(segments)}[name])
-    monkeypatch.setattr(invariant_roles, "gl", work.gl)
+    for name in ("item_at", "segments_of"):
+        monkeypatch.setattr(invariant_items, name, {**vars(work), **vars(segments)}[name])
+    monkeypatch.setattr(invariant_items, "gl", work.gl)
     starts = torch.tensor([0, *tokens], dtype=torch.int32).cumsum(0).int()
     tensors = SimpleNamespace(
         query_start_loc=Pointer(starts),
@@ -146,21 +146,21 @@ def items_by_the_code(heads, tokens, lens, monkeypatch, D=128, most=None, light=
     )
     given = SimpleNamespace(tensors=tensors, numbers=SimpleNamespace(S=len(lens), window=0, chunk=0))
     if decodes:
-        full, last, _, states = invariant_roles.total_items(True, given, True, SPEC, PLAN, SHAPE)
+        full, last, _, states = invariant_items.total_items(True, given, True, SPEC, PLAN, SHAPE)
         fits = states * SPEC.K <= PLAN.cuts.states
-        work_ = invariant_roles.Items(fits, full + last, full, last, 0, SMALL.processors, None)
+        work_ = invariant_items.Items(fits, full + last, full, last, 0, SMALL.processors, None)
         units = range(int((full + last) * SPEC.K * fits))
-        items = [invariant_roles.item_of(torch.tensor(at), work_, given, True, SPEC, PLAN, SHAPE) for at in units]
+        items = [invariant_items.item_of(torch.tensor(at), work_, given, True, SPEC, PLAN, SHAPE) for at in units]
         return items, SPEC, SHAPE, PLAN.cuts
     taken: list[Any] = []
-    monkeypatch.setattr(invariant_roles, "take_in_time", lambda work, *_: taken.append(work))
-    monkeypatch.setattr(invariant_roles.gl, "num_programs", lambda axis: SMALL.processors, raising=False)
-    monkeypatch.setattr(invariant_roles, "ANY_LENGTH", invariant_roles.ANY_LENGTH.value)
-    monkeypatch.setattr(invariant_roles, "light_programs", lambda *_: torch.tensor(light))
-    invariant_roles.scheduler(given, None, None, SPEC, PLAN, SHAPE)
+    monkeypatch.setattr(invariant_items, "take_in_time", lambda work, *_: taken.append(work))
+    monkeypatch.setattr(invariant_items.gl, "num_programs", lambda axis: SMALL.processors, raising=False)
+    monkeypatch.setattr(invariant_items, "ANY_LENGTH", invariant_items.ANY_LENGTH.value)
+    monkeypatch.setattr(invariant_items, "light_programs", lambda *_: torch.tensor(light))
+    invariant_items.scheduler(given, None, None, SPEC, PLAN, SHAPE)
     (of_items,) = taken
     items = [
-        invariant_roles.item_of(torch.tensor(at), of_items, given, False, SPEC, PLAN, SHAPE)
+        invariant_items.item_of(torch.tensor(at), of_items, given, False, SPEC, PLAN, SHAPE)
         for at in range(int(of_items.tiles) * SPEC.K)
     ]
     return items, SPEC, SHAPE, PLAN.cuts

@@ -19,7 +19,7 @@ import triton
 
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec
-from paged_ops.lowerings.gpu.attention.hopper import fp8, invariant_roles, loader, producer, ring, work
+from paged_ops.lowerings.gpu.attention.hopper import fp8, invariant_items, loader, producer, ring, work
 from paged_ops.lowerings.gpu.attention.hopper.dense import Shared
 from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing
 from paged_ops.lowerings.gpu.attention.hopper.ring import Ring
@@ -180,7 +180,7 @@ def by_code(monkeypatch, told, loaded):
         "async_copy": SimpleNamespace(wait_group=lambda _: None, commit_group=lambda: None),
         "as_tiles": lambda pages, *_: pages, "rows_at_once": lambda _: 1, "load_any": load_any,
     }  # fmt: skip
-    for module in (ring, work, producer, fp8, invariant_roles, loader):
+    for module in (ring, work, producer, fp8, invariant_items, loader):
         for name, given in list(vars(module).items()):
             stub = stubs.get(name, getattr(given, "fn", given) if isinstance(given, triton.JITFunction) else given)
             monkeypatch.setattr(module, name, stub)
@@ -307,7 +307,7 @@ def run_once(monkeypatch, seed, pairs, shape, of_bytes, halved):
 @pytest.mark.parametrize("load", ["tma", "copies", "elements"])
 @pytest.mark.parametrize(("stages", "slots", "row_slots"), [(2, 2, 2), (3, 2, 2), (2, 1, 1), (2, 2, 1)])
 def test_items_are_taken_in_time(stages, slots, row_slots, load, lead, monkeypatch):
-    """By take_in_time of invariant_roles.py, with its three ways of loading tiles."""
+    """By take_in_time of invariant_items.py, with its three ways of loading tiles."""
     for seed in range(10):
         with monkeypatch.context() as patched:
             take_and_attend(patched, seed, stages, slots, row_slots, load, lead)
@@ -356,7 +356,7 @@ def take_and_attend(monkeypatch, seed, stages, slots, row_slots, load, lead):
         "elements": lambda: loader.loader(batch, shared, ending, lead, SPEC, shape, False),
     }
     turns.run(
-        lambda: invariant_roles.take_in_time(work_, batch, shared, ending, SPEC, plan, shape),
+        lambda: invariant_items.take_in_time(work_, batch, shared, ending, SPEC, plan, shape),
         loads[load],
         consumer(0, told, shared, row_slots),
         consumer(1, told, shared, row_slots),

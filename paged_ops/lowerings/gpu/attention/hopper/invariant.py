@@ -37,7 +37,8 @@ from paged_ops.lowerings.gpu.attention.hopper import dense, fp8, invariant_decod
 from paged_ops.lowerings.gpu.attention.hopper import invariant_beside as beside
 from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
-from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import consumer, scheduler
+from paged_ops.lowerings.gpu.attention.hopper.invariant_items import scheduler
+from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import consumer
 from paged_ops.lowerings.gpu.attention.hopper.launch import (
     PARTS,
     Described,

@@ -27,7 +27,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles, mixed, ring
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E, zero_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import BLOCK_M, HopperShape, Shared, shared_memory
-from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import Items, consumer, item_of, scheduler, total_items
+from paged_ops.lowerings.gpu.attention.hopper.invariant_items import Items, item_of, scheduler, total_items
+from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import consumer
 from paged_ops.lowerings.gpu.attention.hopper.invariant_sums import column_sums, tile_sums
 from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing, producer, rows_of
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, signal_of, stage_of
@@ -67,7 +68,7 @@ def decode_shape(spec: Spec, shape: HopperShape, shared_memory: int) -> HopperSh
 class DecodeMemory(NamedTuple):
     """The decoder's shared memory."""
 
-    items: Any  # the fields of its segments, which are items of invariant_roles.py
+    items: Any  # the fields of its segments, which are items of invariant_items.py
     item_ring: Any
     queries: Any  # chunks of a segment's query rows
     halves: Any  # TileRing: of tiles of keys and of values, in chunks of some columns

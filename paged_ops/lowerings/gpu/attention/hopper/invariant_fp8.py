@@ -18,7 +18,8 @@ from paged_ops.lowerings.gpu.attention.hopper import fp8
 from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.fp8 import bytes_of, converter
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, as_tiles, rows_at_once
-from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import consumer, scheduler
+from paged_ops.lowerings.gpu.attention.hopper.invariant_items import scheduler
+from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import consumer
 from paged_ops.lowerings.gpu.attention.hopper.loader import loader
 from paged_ops.lowerings.gpu.attention.hopper.producer import producer
 from paged_ops.lowerings.gpu.attention.hopper.ring import signal_of
