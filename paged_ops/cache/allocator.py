@@ -67,9 +67,8 @@ class BlockAllocator:
         at_least(0, num_blocks=num_blocks, num_host_blocks=num_host_blocks, num_first_tokens=num_first_tokens)
         at_least(0, sliding_window=sliding_window, attention_chunk=attention_chunk)
         at_least(1, block_size=block_size)
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks, self.block_size, self.num_first_tokens = num_blocks, block_size, num_first_tokens
         self.sliding_window, self.attention_chunk = sliding_window, attention_chunk
-        self.num_first_tokens = num_first_tokens
         self._num_first = num_first_blocks(block_size, sliding_window, num_first_tokens)
         self._forgets = bool(sliding_window or attention_chunk)
         self.pool, self.host_pool = BlockPool(num_blocks, "device"), BlockPool(num_host_blocks, "host")
@@ -174,7 +173,7 @@ class BlockAllocator:
     def commit(self, seq_id: Hashable, num_written: int, token_ids: Sequence[int] | None = None) -> None:
         """Records that the step which writes the next ``num_written`` reserved tokens was issued (``token_ids``, if
         they were unknown before). Full blocks can be shared from now on; blocks that no later token sees are freed."""
-        seq, tokens = self.check_commit(seq_id, num_written, token_ids)
+        seq, tokens = self._live(seq_id), self.check_commit(seq_id, num_written, token_ids)
         if tokens is not None:
             seq.tokens[seq.num_computed : seq.num_computed + num_written] = tokens
         seq.num_computed += num_written
@@ -186,10 +185,8 @@ class BlockAllocator:
         if self._forgets:
             self._give_back(seq_id, seq)
 
-    def check_commit(
-        self, seq_id: Hashable, num_written: int, token_ids: Sequence[int] | None
-    ) -> tuple[_Sequence, list[int] | None]:
-        """Raises what ``commit`` would. Returns the sequence, and the token ids as Python's integers."""
+    def check_commit(self, seq_id: Hashable, num_written: int, token_ids: Sequence[int] | None) -> list[int] | None:
+        """Raises what ``commit`` would. Returns the token ids, as Python's integers."""
         seq = self._live(seq_id)
         reserved = seq.num_reserved - seq.num_computed
         if not is_integer(num_written, 0) or num_written > reserved:
@@ -199,7 +196,7 @@ class BlockAllocator:
             raise ValueError(f"token_ids: expected num_written = {num_written} of them, got {len(tokens)}")
         if num_written and seq.blocks[seq.num_computed // self.block_size - seq.num_freed] in self._copies:
             raise ValueError(f"seq_id: the last block of {seq_id!r} waits for a copy; flush copies before each step")
-        return seq, tokens
+        return tokens
 
     def rollback(self, seq_id: Hashable) -> None:
         """Drops the tokens that were not committed (a rejected draft, a step that was given up)."""

@@ -39,7 +39,7 @@ from paged_ops.lowerings.gpu.attention.shared import tile as tiling
 from paged_ops.lowerings.gpu.cache import INDEX_FORMATS, is_head_major, together
 from paged_ops.lowerings.gpu.fp8 import E4M3FN, stored_format
 from paged_ops.lowerings.gpu.launch import NO_PROGRAMS, Launcher, launcher_of
-from paged_ops.lowerings.gpu.selection import ALWAYS, NEVER, NUMBERS, sees, select_kernel, sequence_of
+from paged_ops.lowerings.gpu.selection import ALWAYS, NEVER, NUMBERS, Spec, sees, select_kernel, sequence_of
 from paged_ops.lowerings.gpu.spec import Side
 from paged_ops.lowerings.gpu.target import Target, target_of
 
@@ -72,32 +72,6 @@ class Pointers(NamedTuple):
     query_start_loc: Any  # [S + 1]
     weights: Any  # [T, Hi], or None
     k_scale: Any  # [1], or None
-
-
-class Spec(NamedTuple):
-    """What the kernels are compiled for; one constant."""
-
-    heads: int
-    per_head: bool
-    key: Side  # the index cache [N, B, Di]
-    B: int
-    query: tuple[int, ...]  # strides
-    weights: tuple[int, ...]  # strides; (): no weights
-    table: int  # stride from one block of a sequence to the next
-    format: int  # of fp8 bits, see fp8.py
-    relu: bool
-    pool: int  # index in POOLS
-    block: int  # keys of an entry
-    local_blocks: int
-    causal: bool
-    has_scale: bool
-    token_scales: bool  # whether blocks hold a scale per token
-    eight_bits: bool
-    paired: bool  # whether two 8-bit elements are loaded as 16 bits
-    e4m3: bool  # their format, then
-    weighted: bool  # whether the columns of a tile have factors
-    dtypes: tuple[str, ...]  # of query, cache and weights
-    by_tma: bool  # whether indexer_hopper.py serves tokens without neighbours
 
 
 class Tile(NamedTuple):

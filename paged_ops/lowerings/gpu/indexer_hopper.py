@@ -23,8 +23,7 @@ from paged_ops.features import IndexOptions, in_use
 from paged_ops.lowerings.gpu.attention.hopper import ring
 from paged_ops.lowerings.gpu.fp8 import widen_halves
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
-from paged_ops.lowerings.gpu.indexer import Spec
-from paged_ops.lowerings.gpu.selection import NEVER, NUMBERS
+from paged_ops.lowerings.gpu.selection import NEVER, NUMBERS, Spec
 
 N = 64  # keys of a tile
 # By heads: the programs that a multiprocessor has room for, and registers per thread. The loading warp, and three that

@@ -10,14 +10,44 @@ k chunks there is no bound, and all entries are searched, as in the worst case, 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops.lowerings.gpu.spec import Side
 
 NUMBERS = ("scale", "S", "table_stride", "first", "stop", "width", "k")
 
 NEVER = tl.constexpr(-(2**31))  # the order of an entry that a row does not see: below that of -inf
 ALWAYS = tl.constexpr(2**31 - 1)  # of an entry that always wins
+
+
+class Spec(NamedTuple):
+    """What the kernels of the indexer are compiled for; one constant."""
+
+    heads: int
+    per_head: bool
+    key: Side  # the index cache [N, B, Di]
+    B: int
+    query: tuple[int, ...]  # strides
+    weights: tuple[int, ...]  # strides; (): no weights
+    table: int  # stride from one block of a sequence to the next
+    format: int  # of fp8 bits, see fp8.py
+    relu: bool
+    pool: int  # index in POOLS
+    block: int  # keys of an entry
+    local_blocks: int
+    causal: bool
+    has_scale: bool
+    token_scales: bool  # whether blocks hold a scale per token
+    eight_bits: bool
+    paired: bool  # whether two 8-bit elements are loaded as 16 bits
+    e4m3: bool  # their format, then
+    weighted: bool  # whether the columns of a tile have factors
+    dtypes: tuple[str, ...]  # of query, cache and weights
+    by_tma: bool  # whether indexer_hopper.py serves tokens without neighbours
 
 
 @triton.jit(do_not_specialize=NUMBERS)
