@@ -174,7 +174,8 @@ class BlockAllocator:
     def commit(self, seq_id: Hashable, num_written: int, token_ids: Sequence[int] | None = None) -> None:
         """Records that the step which writes the next ``num_written`` reserved tokens was issued (``token_ids``, if
         they were unknown before). Full blocks can be shared from now on; blocks that no later token sees are freed."""
-        seq, tokens = self.check_commit(seq_id, num_written, token_ids)
+        tokens = self.check_commit(seq_id, num_written, token_ids)
+        seq = self._live(seq_id)
         if tokens is not None:
             seq.tokens[seq.num_computed : seq.num_computed + num_written] = tokens
         seq.num_computed += num_written
@@ -186,10 +187,8 @@ class BlockAllocator:
         if self._forgets:
             self._give_back(seq_id, seq)
 
-    def check_commit(
-        self, seq_id: Hashable, num_written: int, token_ids: Sequence[int] | None
-    ) -> tuple[_Sequence, list[int] | None]:
-        """Raises what ``commit`` would. Returns the sequence, and the token ids as Python's integers."""
+    def check_commit(self, seq_id: Hashable, num_written: int, token_ids: Sequence[int] | None) -> list[int] | None:
+        """Raises what ``commit`` would. Returns the token ids as Python's integers."""
         seq = self._live(seq_id)
         reserved = seq.num_reserved - seq.num_computed
         if not is_integer(num_written, 0) or num_written > reserved:
@@ -199,7 +198,7 @@ class BlockAllocator:
             raise ValueError(f"token_ids: expected num_written = {num_written} of them, got {len(tokens)}")
         if num_written and seq.blocks[seq.num_computed // self.block_size - seq.num_freed] in self._copies:
             raise ValueError(f"seq_id: the last block of {seq_id!r} waits for a copy; flush copies before each step")
-        return seq, tokens
+        return tokens
 
     def rollback(self, seq_id: Hashable) -> None:
         """Drops the tokens that were not committed (a rejected draft, a step that was given up)."""
@@ -241,10 +240,8 @@ class BlockAllocator:
     def reset(self, free_sequences: bool = False) -> None:
         """Forgets all prefixes, on the host too. For changed weights or adapters, as the cache holds the old ones' keys
         and values. Raises ``ValueError`` if there are sequences, unless asked to free them first."""
-        if self._sequences and not free_sequences:
-            raise ValueError(
-                f"free_sequences: expected no sequence in the cache, got {len(self._sequences)}; free them, or say True"
-            )
+        if (held := len(self._sequences)) and not free_sequences:
+            raise ValueError(f"free_sequences: expected no sequence in the cache, got {held}; free them, or say True")
         for seq_id in list(self._sequences):
             self.free(seq_id)
         self._prefixes.clear()
