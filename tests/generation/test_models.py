@@ -181,7 +181,7 @@ def test_a_model_that_was_wrapped_again_has_one_loop() -> None:
     for _ in range(2):
         own = PagedCausalLM(model)
         loops.append(GenerationLoop(own, own.allocate_kv_cache(64)))
-    with pytest.raises(ValueError, match="model: expected one that is wrapped, got .* wrapped again by another"):
+    with pytest.raises(ValueError, match=r"model: expected one that is wrapped, got .* wrapped again by another"):
         loops[0].submit(ids(PROMPTS[0]))
     params = SamplingParams(max_new_tokens=NEW, temperature=0.0)
     assert loops[1].generate([ids(PROMPTS[0])], params) == expected()[:1]
