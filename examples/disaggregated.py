@@ -15,18 +15,17 @@ blocks differ by rounding, and in bfloat16 two tokens often have the same logit:
 """
 
 import os
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from paged_ops import KVCache
+from paged_ops import KVCache, demo_model
 from paged_ops.generation import GenerationLoop, SamplingParams
 from paged_ops.integrations.transformers import PagedCausalLM
 from paged_ops.parallel.transfer import recv_blocks, send_blocks
 
-MODEL = Path(__file__).parent.parent / "paged_ops" / "demo_model"
+MODEL = demo_model.path()
 BEGINNING = "Once upon a time there was a little girl named Lily who lived in a small house near the forest. "
 PROMPTS = [BEGINNING + "One day she", BEGINNING + "Her dog", "The old man opened the door of the barn, looked at the"]
 PREFILL, DECODE = 0, 1

@@ -113,6 +113,21 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def apart_from_caller(function: Callable[P, R]) -> Callable[P, R]:
+    """The function without gradients and autocast, and outside of inference mode, whatever the calling thread has: its
+    result is the same for every caller, and any thread can write the tensors that it makes."""
+    plainly = without_autocast(torch.no_grad()(function))
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return plainly(*args, **kwargs)
+        with torch.inference_mode(False):
+            return plainly(*args, **kwargs)
+
+    return call
+
+
 def _define(
     name: str,
     schema: str,

@@ -45,6 +45,11 @@ def test_examples_of_several_processes_say_how_to_run_them(name):
     assert re.fullmatch(rf"run it .*: torchrun --nproc-per-node 2 examples/{name}\n", done.stderr), done.stderr
 
 
+def test_examples_use_no_file_next_to_them():
+    """They run from any folder, with the installed package."""
+    assert [path.name for path in EXAMPLES.glob("*.py") if "__file__" in path.read_text()] == []
+
+
 @pytest.mark.slow
 def test_rollout_of_grpo():
     """With stand-ins for TRL and datasets, a rollout leaves the model as accelerate prepared it."""

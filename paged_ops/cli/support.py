@@ -13,6 +13,7 @@ from rich.table import Table
 
 import paged_ops
 from paged_ops import features
+from paged_ops.checks import expect
 from paged_ops.cli.table import table
 from paged_ops.layouts import FP8_DS_MLA
 from paged_ops.registry import DISPATCH_KEYS, OPS
@@ -56,6 +57,7 @@ def support(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/support.md.")] = False,
 ) -> None:
     """Print the devices of each op and feature, and the reasons why not."""
+    expect(not (json and markdown), "--json", "it or --markdown", "both")
     if json:
         print(json_module.dumps(support_of_ops()))
     elif markdown:

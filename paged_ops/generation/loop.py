@@ -54,6 +54,7 @@ from paged_ops.generation.scheduler import Scheduler, free_all
 from paged_ops.generation.settings import Defaults
 from paged_ops.generation.steps import Steps
 from paged_ops.graphs import GraphMode, GraphStats
+from paged_ops.registry import apart_from_caller
 
 WARM_UP_LIMIT = 1800.0  # seconds that ranks wait for each other's compilation
 
@@ -424,26 +425,25 @@ class GenerationLoop(NotCopied):
             return
         started, grad_mode = time.perf_counter(), torch.is_grad_enabled()
         try:
-            with torch.no_grad():
-                self._step()
+            self._step()
         except BaseException:
-            torch.set_grad_enabled(grad_mode)  # an interrupt may have skipped the end of the block above
+            torch.set_grad_enabled(grad_mode)  # an interrupt may have skipped the end of its block
             self._settle()
             raise
         if self._inbox.aborting:  # by a function that the step called
             self._settle()
         self.stats.seconds += time.perf_counter() - started
 
+    @apart_from_caller
     def _step(self) -> None:
         """Finishes the step that runs, or else a new one; before that, launches the one after it if it can."""
-        launched, error = self._launched, None
+        launched, following, error = self._launched, None, None
         if launched is None or not launched.is_live:
             launched, self._launched = self._steps.launch(), None
             if self._steps.can_overlap(launched):
                 self._make(StepChanges(launched=launched))
         elif not self._inbox.is_shared:  # ranks check them together, in the step that follows
             self._model.check_weights()
-        following = None
         if launched is self._launched:
             try:
                 following = self._steps.launch_after(launched)

@@ -18,6 +18,7 @@ from paged_ops.generation.sampling import try_draws
 from paged_ops.graphs import DecodeGraphs, GraphMode, capture_sizes
 from paged_ops.graphs.runner import expect_step, mode_on
 from paged_ops.metadata import AttentionMetadata, Batch
+from paged_ops.registry import apart_from_caller
 
 
 class WeightsVersion(NamedTuple):
@@ -98,7 +99,7 @@ class ModelRunner:
         self.refuses_prompt_logprobs = why
         self.is_warm = not compile and self.graphs.mode is GraphMode.NONE
 
-    @torch.no_grad()
+    @apart_from_caller
     def warm_up(self, on_capture: Callable[[int, int], None] | None = None) -> None:
         """Compiles the step and all kernels, loads them, and captures graphs. ``on_capture`` is called with (sizes
         captured, sizes in all)."""

@@ -74,9 +74,10 @@ class Scheduler:
         self._stats = stats
         self._admitted: list[Request] = []  # by the scheduled step
         columns = -(-max_model_len // kv_cache.block_size)
-        self._tables = [
-            torch.zeros(max_num_seqs, columns, dtype=torch.int32, device="cpu") for _ in range(len(kv_cache.pools))
-        ]
+        with torch.inference_mode(False):  # an inference tensor cannot be written outside of inference mode
+            self._tables = [
+                torch.zeros(max_num_seqs, columns, dtype=torch.int32, device="cpu") for _ in range(len(kv_cache.pools))
+            ]
         self._rows: tuple[list[int], torch.Tensor] = ([], torch.zeros(0, dtype=torch.int64, device="cpu"))
 
     def queue(self, requests: list[Request]) -> None:

@@ -168,7 +168,8 @@ class DecodeGraphs(NotCopied):
         capacity = min(kv_cache.max_seq_len, kv_cache.num_blocks * kv_cache.block_size)
         longest = capacity if max_model_len is None else integers(1, max_model_len=max_model_len)[0]
         self.builder = step_builder(kv_cache, max_num_seqs, most, longest, graph_support)
-        self.tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=kv_cache.device)
+        with torch.inference_mode(False):  # an inference tensor cannot be written outside of inference mode
+            self.tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=kv_cache.device)
         self._max_num_seqs, self._max_num_tokens = max_num_seqs, most
         self._sample = sample
         self._advance = advance_decodes

@@ -212,6 +212,7 @@ def test_every_feature_of_the_page_is_one_that_supports_knows() -> None:
         (["bench", "--report", "--data", "no/such"], 1, "--data: expected a folder with bench_*.jsonl"),
         (["tune", "--device", "cpu"], 1, "--device: expected a GPU"),
         (["explain", "--feature", "sinsk"], 1, "--feature: expected one of causal, sliding_window, "),
+        (["support", "--json", "--markdown"], 1, "--json: expected it or --markdown, got both"),
         (["support", "--device", "cpu"], 2, "No such option: --device"),
         (["demo", "--nonsense"], 2, "No such option: --nonsense"),
         (["dance"], 2, "No such command 'dance'"),

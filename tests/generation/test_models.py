@@ -1,5 +1,7 @@
 """The loop with transformers' own pieces: tokenizers, processors, criteria, limits; tokens against ``generate()``."""
 
+import contextlib
+import functools
 import json
 import re
 from functools import cache
@@ -134,6 +136,55 @@ def test_stop_strings_of_transformers() -> None:
     assert len(outputs[0]) < NEW
     assert outputs[0].finish_reason == "stop"
     assert outputs[1:] == expected()[1:]
+
+
+def test_tokens_do_not_depend_on_the_modes_of_the_calling_thread() -> None:
+    """A model is wrapped, a loop is made, and each step runs under other modes: of autocast and of inference."""
+    params = SamplingParams(max_new_tokens=NEW, temperature=0.0)
+    looks = SamplingParams(max_new_tokens=NEW, temperature=0.0, logits_processor=lambda ids, scores: scores)
+    bfloat16 = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    logprobs = paged().token_logprobs(ids(PROMPTS[0]))
+    for outer, inner in (
+        (bfloat16, torch.inference_mode),
+        (torch.inference_mode, bfloat16),
+        (torch.inference_mode, torch.enable_grad),
+    ):
+        with outer():
+            own = PagedCausalLM(load())
+            loop = GenerationLoop(own, own.allocate_kv_cache(64))
+            assert torch.equal(own.token_logprobs(ids(PROMPTS[0])), logprobs)
+        requests = [loop.submit(ids(prompt), each) for prompt in PROMPTS for each in (params, looks)]
+        while loop.has_work:
+            for mode in (inner, contextlib.nullcontext, outer):
+                with mode():
+                    loop.step()
+        assert [[*loop.output(each)] for each in requests] == [each for each in expected() for _ in range(2)]
+
+
+def test_a_compiled_step_is_not_compiled_again_in_other_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters["stats"]
+    loop, params = make_loop(compile=True), SamplingParams(max_new_tokens=NEW, temperature=0.0)
+    loop.warm_up()
+    graphs = counters["unique_graphs"]
+    for mode in (torch.inference_mode, functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)):
+        with mode():
+            assert loop.generate([ids(prompt) for prompt in PROMPTS], params) == expected()
+    assert counters["unique_graphs"] == graphs
+    torch._dynamo.reset()
+
+
+def test_a_model_that_was_wrapped_again_has_one_loop() -> None:
+    model = load()
+    loops = []
+    for _ in range(2):
+        own = PagedCausalLM(model)
+        loops.append(GenerationLoop(own, own.allocate_kv_cache(64)))
+    with pytest.raises(ValueError, match=r"model: expected one that is wrapped, got .* wrapped again by another"):
+        loops[0].submit(ids(PROMPTS[0]))
+    params = SamplingParams(max_new_tokens=NEW, temperature=0.0)
+    assert loops[1].generate([ids(PROMPTS[0])], params) == expected()[:1]
 
 
 def test_new_weights_after_a_reset() -> None:

@@ -67,6 +67,7 @@ from paged_ops.metadata import AttentionMetadata
 from paged_ops.parallel.context import Context, groups_of_context
 from paged_ops.parallel.rendezvous import RankError, Ranks
 from paged_ops.parallel.tensor import process_group_of, repeated_heads
+from paged_ops.registry import apart_from_caller
 
 WRAP_LIMIT = 300.0  # seconds that ranks wait for each other during wrapping
 
@@ -155,7 +156,7 @@ class PagedCausalLM:
         probes: list[Probe] = []
 
         def wrap() -> None:
-            probes.append(self._wrap(freezes, latent and context is None))
+            probes.append(apart_from_caller(self._wrap)(freezes, latent and context is None))
             if of_context is not None:
                 refuse_context(model, self.states, probes[0])
 

@@ -13,9 +13,10 @@ from paged_ops.generation.distribution import log_softmax
 from paged_ops.generation.request import read_prompt
 from paged_ops.graphs import DecodeGraphs, GraphMode
 from paged_ops.metadata import Batch
+from paged_ops.registry import apart_from_caller
 
 
-@torch.no_grad()
+@apart_from_caller
 def token_logprobs(paged: Any, token_ids: Sequence[int] | Tensor) -> Tensor:
     """``PagedCausalLM.token_logprobs``."""
     ids = read_prompt("token_ids", token_ids, paged.vocab_size)

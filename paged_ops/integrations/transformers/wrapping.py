@@ -112,7 +112,10 @@ class Wrapping:
 
     def check(self) -> None:
         if not self._is_armed:
-            raise ValueError("model: expected one that is wrapped, got one after unwrap(); wrap it again")
+            raise ValueError(
+                "model: expected one that is wrapped, got one after unwrap(), or after it was wrapped again by another"
+                " PagedCausalLM: use that one, or wrap it again"
+            )
         refuse_training(self.model, self.model.training)
         for config in self.configs:
             if config._attn_implementation != NAME:
