@@ -150,13 +150,17 @@ VARIANTS = [
         },
     ),
     Variant(
-        "hopper-selected-h16-h128-h64",
+        "hopper-index-bf16-e4m3-e5m2-and-selected-h16-h128-h64",
         both(
+            indexing(64, B=64),
+            indexing(64, B=64, token_scales=True),
+            indexing(16, B=128, causal=False),
+            indexing(128, B=64, dtype=torch.float16, stored=torch.float8_e5m2, scale=-1.0),
             latent(16, B=64, T=64, selected=2048),
             latent(128, T=64, selected=2048),
             latent(64, T=300, selected=2048),
         ),
-        SELECTED,
+        {"cuda:90": (*INDEX["cuda:90"], *SELECTED["cuda:90"])},
         spills=SELECTED_SPILLS,
     ),
     Variant(
@@ -169,17 +173,6 @@ VARIANTS = [
         ),
         SELECTED,
         spills=SELECTED_SPILLS,
-    ),
-    Variant(
-        "hopper-index-h64-h16-h128-bf16-e4m3-e5m2",
-        both(
-            indexing(64, B=64),
-            indexing(64, B=64, token_scales=True),
-            indexing(16, B=128, causal=False),
-            indexing(128, B=64, dtype=torch.float16, stored=torch.float8_e5m2, scale=-1.0),
-        ),
-        INDEX,
-        spills={(3, 6): 32, (3, 7): 32},  # select_kernel
     ),
     Variant(
         "hopper-mixed-and-shares",
