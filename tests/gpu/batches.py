@@ -160,6 +160,7 @@ def in_float64(query, keys, values, scale, features):
 
 def compare(out, lse, wanted, wanted_lse):
     assert len(out) == len(wanted)
-    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-4, rtol=0)
+    # rtol: scores of hundreds are sums of float32s, which tensor cores truncate
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-4, rtol=4e-6)
     largest = wanted.abs().max().item()
     torch.testing.assert_close(out.double(), wanted, atol=0.012 * largest, rtol=0)

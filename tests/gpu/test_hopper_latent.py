@@ -216,6 +216,7 @@ def check(H, B, tokens, lens, dtype=torch.bfloat16, padding=0, sinks=False, stor
             logits = torch.cat([logits, features["sinks"].double()[None, :, None].expand(tokens[s], H, 1)], -1)
         wanted_lse = logits.logsumexp(-1)
         wanted = logits.softmax(-1).nan_to_num(0.0)[..., :n] @ keys[:, :R]
-        torch.testing.assert_close(lse[rows].double(), wanted_lse, atol=1e-4, rtol=0)
+        # rtol: scores of hundreds are sums of float32s, which tensor cores truncate
+        torch.testing.assert_close(lse[rows].double(), wanted_lse, atol=1e-4, rtol=4e-6)
         largest = wanted.abs().max().item() if wanted.numel() else 0.0
         torch.testing.assert_close(out[rows].double(), wanted, atol=0.012 * largest, rtol=0)
