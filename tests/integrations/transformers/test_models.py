@@ -505,7 +505,7 @@ def test_unwrap_gives_the_model_back(compiled: bool) -> None:
     assert not any(hasattr(module, "paged_attending") or "forward" in vars(module) for module in model.modules())
     assert not any(module._compiled_call_impl for module in model.modules())
     assert generate_by_transformers(model) == expected("llama")
-    with pytest.raises(ValueError, match=r"after unwrap\(\); wrap it again"):
+    with pytest.raises(ValueError, match=r"after unwrap\(\), .*wrap it again"):
         run_step(paged)
     assert run_step(PagedCausalLM(model)) == expected("llama")
 
