@@ -160,12 +160,6 @@ def pass_turn(turns, which: gl.constexpr):
 
 
 @gluon.jit
-def release_tile(ring, at, SHAPE: gl.constexpr):
-    """Say that a tile of keys or values, whose matmul was waited for, is no longer read."""
-    release_each(ring, at)
-
-
-@gluon.jit
 def zero_values(
     values, at, row: gl.constexpr, rows: gl.constexpr, j, low, end, PARTS: gl.constexpr, FIRST: gl.constexpr = 0
 ):  # fmt: skip
@@ -244,7 +238,7 @@ def step(
     acc = multiply_values(sums.p16, shared.v, at - 1, sums.acc, V_PARTS)
     pass_turn(shared.turns, which)
     s = warpgroup_mma_wait(len(widths_of(SHAPE.v.parts)), deps=[s])
-    release_tile(shared.k.ring, at, SHAPE)
+    release_each(shared.k.ring, at)
     # A branch, not two loops: ptxas would move the softmax of one block past the wait below, and it would no longer run
     # during the matmul with the values.
     tile = place_at(tile, 1, item.oldest, MASKS, SHAPE.N)
@@ -261,7 +255,7 @@ def step(
     else:
         p, m, l_tile, decay = softmax_tile(s, sums.m, rows.factor, BY_ROWS and not SOFT_CAP)
     acc = wait_for(acc, V_PARTS)
-    release_tile(shared.v.ring, at - 1, SHAPE)
+    release_each(shared.v.ring, at - 1)
     p16 = gl.convert_layout(p.to(sums.p16.dtype), sums.p16.type.layout)
     made: gl.tuple = ()
     for n in gl.static_range(len(acc)):
@@ -331,9 +325,9 @@ def skip(item, total, shared, SHAPE: gl.constexpr, which: gl.constexpr = 0, n=0)
         if t > 0:
             take_turn(shared.turns, which, total + t - 1 - n)
             pass_turn(shared.turns, which)
-        release_tile(shared.k.ring, total + t, SHAPE)
+        release_each(shared.k.ring, total + t)
         wait_full(shared.v.ring, total + t)
-        release_tile(shared.v.ring, total + t, SHAPE)
+        release_each(shared.v.ring, total + t)
 
 
 @gluon.jit
@@ -381,7 +375,7 @@ def attend(
     wait_full(shared.k.ring, total)
     q_tile = n % ROW_SLOTS * (SHAPE.M // WARPGROUP) + which
     s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, q_tile, total, K_PARTS)])
-    release_tile(shared.k.ring, total, SHAPE)
+    release_each(shared.k.ring, total)
     if SOFT_CAP:
         s = apply_soft_cap(s, (cap[0], as_column(cap[1], BY_ROWS)))
     j = place_at((item.end_tile - 1) * N, N, item.oldest, MASKS, N) + gl.arange(0, N, gl.SliceLayout(0, s_layout))
@@ -424,7 +418,7 @@ def attend(
     release(shared.item_ring, n)
     wait_full(shared.v.ring, last)
     acc = wait_for(multiply_values(sums.p16, shared.v, last, sums.acc, V_PARTS), V_PARTS)
-    release_tile(shared.v.ring, last, SHAPE)
+    release_each(shared.v.ring, last)
 
     l = gl.convert_layout(gl.sum(sums.l, 1), s_rows)
     m = gl.convert_layout(gl.max(sums.m, 1), s_rows)

@@ -364,7 +364,7 @@ def shared_memory(dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr, 
     ROW_SLOTS: gl.constexpr = SHAPE.row_slots
     K_PARTS: gl.constexpr = SHAPE.k.parts
     V_PARTS: gl.constexpr = SHAPE.v.parts
-    RELEASES: gl.constexpr = 128 * CONSUMERS  # see release_tile
+    RELEASES: gl.constexpr = 128 * CONSUMERS  # by release_each
     q_groups = query_places(dtype, ROW_SLOTS * M, K_PARTS)
     q_tiles = as_tiles(q_groups, dtype, ROW_SLOTS * CONSUMERS, WARPGROUP, K_PARTS)
     keys = tiles_of(dtype, K_PARTS, SHAPE, RELEASES)

@@ -15,7 +15,6 @@ from paged_ops.lowerings.gpu.attention.hopper.consumer import (
     multiply_keys,
     multiply_values,
     positions,
-    release_tile,
     scaled,
     skip,
     store_item,
@@ -27,7 +26,7 @@ from paged_ops.lowerings.gpu.attention.hopper.consumer import (
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, first_of, widths_of
 from paged_ops.lowerings.gpu.attention.hopper.invariant_sums import as_sums, row_sums, thread_sums
 from paged_ops.lowerings.gpu.attention.hopper.producer import not_kept
-from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, stage_of, wait_full
+from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, release_each, stage_of, wait_full
 from paged_ops.lowerings.gpu.attention.hopper.segments import fold_weights, segment_tiles
 from paged_ops.lowerings.gpu.attention.hopper.work import (
     next_tiles,
@@ -156,7 +155,7 @@ def step(sums, at, tile, item, rows, shared, FEW: gl.constexpr, SPEC: gl.constex
     wait_full(shared.v.ring, at - 1)
     acc = multiply_values(sums.p16, shared.v, at - 1, sums.acc, V_PARTS)
     s = warpgroup_mma_wait(len(widths_of(V_PARTS)), deps=[s])
-    release_tile(shared.k.ring, at, SHAPE)
+    release_each(shared.k.ring, at)
     masked = needs_mask(tile, item.full_start, item.full_end, MASKS)
     j = tile * SHAPE.N + gl.arange(0, SHAPE.N, gl.SliceLayout(0, s.type.layout))
     if masked:
@@ -164,7 +163,7 @@ def step(sums, at, tile, item, rows, shared, FEW: gl.constexpr, SPEC: gl.constex
     else:
         p, m, l_tile, decay = softmax_tile(s, sums.m, rows, j, item.seq_len, False, BY_ROWS, FEW, SPEC)
     acc = wait_for(acc, V_PARTS)
-    release_tile(shared.v.ring, at - 1, SHAPE)
+    release_each(shared.v.ring, at - 1)
     p16 = gl.convert_layout(p.to(sums.p16.dtype), sums.p16.type.layout)
     return end_step(acc, p16, m, sums.l, l_tile, decay, V_PARTS)
 
@@ -268,7 +267,7 @@ def attend(
         wait_full(shared.newest_clean, n)
     wait_full(shared.k.ring, total_tiles)
     s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, rows.tile, total_tiles, K_PARTS)])
-    release_tile(shared.k.ring, total_tiles, SHAPE)
+    release_each(shared.k.ring, total_tiles)
     t = 0  # tiles so far
     # What one round leaves for the next is set on both ways through it: else it would take registers all the time.
     while t < item.tiles:
@@ -282,7 +281,7 @@ def attend(
         pending = multiply_values(sums.p16, shared.v, at, sums.acc, V_PARTS)
         before = load_total(total, rows, which, batch, SPEC, CUTS, SHAPE)
         acc = wait_for(pending, V_PARTS)
-        release_tile(shared.v.ring, at, SHAPE)
+        release_each(shared.v.ring, at)
         m = sums.m
         if BY_ROWS:  # as if query rows had not been divided: by powers of two, so no bit is lost
             m *= factors_of_rows(shared, n, which, s_rows)
@@ -293,7 +292,7 @@ def attend(
             store_total(made, folds, rows, which, batch, SPEC, CUTS, SHAPE)
             wait_full(shared.k.ring, at + 1)
             s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, rows.tile, at + 1, K_PARTS)])
-            release_tile(shared.k.ring, at + 1, SHAPE)
+            release_each(shared.k.ring, at + 1)
         else:
             release(shared.item_ring, n)
             if item.oldest < 0:

@@ -280,7 +280,7 @@ class Messages(NamedTuple):
 
     weights: Any  # of the keys of a tile
     factors: Any  # of the accumulators
-    changed: Any  # per warp: whether a factor of its rows is not 1
+    changed: Any  # per warp: whether a factor of its rows is not 1; None where the receiver votes, as in latent.py
     ring: Any
 
 
