@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from paged_ops.lowerings.gpu.attention.hopper import softmax
 from paged_ops.lowerings.gpu.attention.hopper.segments import fold_weights, segment_tiles, segments_of
 from paged_ops.lowerings.gpu.attention.shared.tile import LN2, LOG2E
 from paged_ops.lowerings.gpu.attention.triton.slices import load_slices
@@ -175,7 +176,7 @@ def invariant_decode_kernel(
 
         total_even = tl.zeros([Dv // 2, M], tl.float32)
         total_odd = total_even
-        total_m = tl.full([M], float("-inf"), tl.float32)
+        total_m = tl.full([M], softmax.LEAST, tl.float32)
         total_l = tl.zeros([M], tl.float32)
         while segment >= first_segment:
             begin = segment * tiles
@@ -183,7 +184,7 @@ def invariant_decode_kernel(
             even = tl.zeros([Dv // 2, M], tl.float32)
             odd = even
             sums = tl.zeros([4, 4, M], tl.float32)
-            m = tl.full([M], float("-inf"), tl.float32)
+            m = tl.full([M], softmax.LEAST, tl.float32)
             for t in range(0, end - begin):
                 tile = end - 1 - t
                 first = tile * N + tl.arange(0, N // PIECE) * PIECE
@@ -198,11 +199,8 @@ def invariant_decode_kernel(
                 if SPEC.masks.causal:
                     kept = kept & (j[:, None] <= i[None, :])
                 scores = tl.where(kept, scores, float("-inf"))
-                m_new = tl.maximum(m, tl.max(scores, 0))
-                shift = tl.where(m_new == float("-inf"), 0.0, m_new) * own_factor
-                p = tl.exp2(tl.fma(scores, tl.broadcast_to(own_factor[None, :], [N, M]), -shift[None, :]))
-                decay = tl.exp2(tl.fma(m, own_factor, -shift))
-                m = m_new
+                m, decay = softmax.raised(m, tl.max(scores, 0) * own_factor)
+                p = tl.exp2(tl.fma(scores, tl.broadcast_to(own_factor[None, :], [N, M]), -m[None, :]))
                 p16 = p.to(tl.float16)
                 there = first[:, None] + tl.arange(0, PIECE)[None, :] < seq_len
                 v = load_values(values, block, offset, there[None, :, :], V_SIDE, N)
@@ -213,18 +211,17 @@ def invariant_decode_kernel(
                 tile_sums = tl.sum(tl.reshape(p, (2, 4, 2, 4, 2, M)), 2)
                 tile_sums = tl.sum(tl.sum(tile_sums, 0), 2)
                 sums = tl.fma(sums, tl.broadcast_to(decay[None, None, :], [4, 4, M]), tile_sums)
-            m_true = m * row_factor  # as if query rows had not been divided
             # as ``row_sums`` of invariant_sums.py
             l = tl.sum(tl.sum(tl.sum(tl.sum(tl.reshape(sums, (2, 2, 2, 2, M)), 1), 0), 1), 0)
             if stored:
                 to = tensors.parts + (place + r)[None, :] * Dv + 2 * pair[:, None]
                 tl.store(to, even, mask=live[None, :])
                 tl.store(to + 1, odd, mask=live[None, :])
-                tl.store(tensors.part_lse + (place + r) * 2, m_true, mask=live)
+                tl.store(tensors.part_lse + (place + r) * 2, m, mask=live)
                 tl.store(tensors.part_lse + (place + r) * 2 + 1, l, mask=live)
             else:
-                m_new, decay, weight = fold_weights(total_m, m_true, factor)
-                takes = m_true != float("-inf")
+                m_new, decay, weight = fold_weights(total_m, m)
+                takes = m > softmax.LEAST
                 by_decay = tl.broadcast_to(decay[None, :], even.shape)
                 total_even = tl.where(takes[None, :], tl.fma(total_even, by_decay, even * weight[None, :]), total_even)
                 total_odd = tl.where(takes[None, :], tl.fma(total_odd, by_decay, odd * weight[None, :]), total_odd)
@@ -236,7 +233,7 @@ def invariant_decode_kernel(
             share = tl.where(seen, 1.0 / tl.where(seen, total_l, 1.0), 0.0)
             if tensors.v_scale is not None:
                 share *= tl.load(tensors.v_scale)
-            lse2 = tl.where(seen, tl.fma(total_m, factor, tl.log2(tl.where(seen, total_l, 1.0))), float("-inf"))
+            lse2 = tl.where(seen, total_m + tl.log2(tl.where(seen, total_l, 1.0)), float("-inf"))
             out_row = (row_start + token).to(tl.int64) * SPEC.heads + head
             to = tensors.out + out_row[None, :] * Dv + 2 * pair[:, None]
             dtype: tl.constexpr = tensors.out.dtype.element_ty
