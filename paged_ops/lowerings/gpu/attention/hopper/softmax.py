@@ -112,7 +112,7 @@ def weights_of(scores, m, factor, BY_ROWS: gl.constexpr):
     m, decay = gl.inline_asm_elementwise(
         raise_asm(), "=&f,=&f,=&f,=&f,f,f,f,f", [largest, m], (gl.float32, gl.float32), is_pure=True, pack=2
     )
-    p = gl.exp2(gl.fma(scores, factor, -m[:, None, :, None]))
+    p = gl.exp2(gl.fma(scores, factor, m[:, None, :, None] * -1.0))  # costs nothing; -m would be 0 - m
     return p.reshape([scores.shape[0], scores.shape[1] * 8]), m, decay
 
 
