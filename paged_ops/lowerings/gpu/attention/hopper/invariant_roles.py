@@ -116,15 +116,29 @@ def fold(total, before, acc, m, l, folds, WIDTHS: gl.constexpr):
 
 
 @gluon.jit
+def fold_first(acc, m, l, folds, WIDTHS: gl.constexpr):
+    """:func:`fold` into nothing, with the same bits, of rows that see keys of the segment."""
+    made: gl.tuple = ()
+    for n in gl.static_range(len(WIDTHS)):
+        made += (acc[n] + 0.0,)  # no -0.0
+    rows: gl.constexpr = folds.type.layout
+    m, l = of_rows(m, l, rows)
+    return Total(gl.where(folds, m, LEAST), gl.where(folds, l, 0.0)), made
+
+
+@gluon.jit
 def total_at(which: gl.constexpr, layout: gl.constexpr, n: gl.constexpr, batch, SPEC: gl.constexpr,
              CUTS: gl.constexpr, SHAPE: gl.constexpr):  # fmt: skip
     """The addresses of some columns of a consumer's total."""
     Dv: gl.constexpr = SPEC.v_side.size
     V_PARTS: gl.constexpr = SHAPE.v.parts
     WIDTHS: gl.constexpr = widths_of(V_PARTS)
-    r = gl.program_id(0) * SHAPE.M + which * WARPGROUP + gl.arange(0, WARPGROUP, gl.SliceLayout(1, layout))
+    r = gl.arange(0, WARPGROUP, gl.SliceLayout(1, layout))
     d = first_of(WIDTHS, n, Dv) + gl.arange(0, WIDTHS[n], gl.SliceLayout(0, layout))
-    return not_kept(batch.tensors.parts) + CUTS.states * CUTS.rows * Dv + r[:, None] * Dv + d[None, :]
+    # 8 rows of 8 columns lie together, as a warp has them, else a load or store would touch 8 lines instead of 2
+    row = r // 16 * (16 * Dv) + r // 8 % 2 * 64 + r % 8 * 8
+    first = CUTS.states * CUTS.rows + gl.program_id(0) * SHAPE.M + which * WARPGROUP
+    return not_kept(batch.tensors.parts) + first * Dv + row[:, None] + (d // 8 * 128 + d % 8)[None, :]
 
 
 @gluon.jit
@@ -285,6 +299,7 @@ def attend(
     t = 0  # tiles so far
     # What one round leaves for the next is set on both ways through it: else it would take registers all the time.
     while t < item.tiles:
+        begin = t
         stop = gl.minimum(t + 1 + (item.end_tile - t - 1) % segment, item.tiles)
         sums = first_step(s, state, item.end_tile - 1 - t, item, rows, shared, FEW, SPEC, SHAPE)
         for u in range(t + 1, stop):
@@ -293,12 +308,17 @@ def attend(
         at = total_tiles + stop - 1
         wait_full(shared.v.ring, at)
         pending = multiply_values(sums.p16, shared.v, at, sums.acc, V_PARTS)
-        before = load_total(total, rows, which, batch, SPEC, CUTS, SHAPE)
+        before = zero_sums(WIDTHS)
+        if begin > 0:
+            before = load_total(total, rows, which, batch, SPEC, CUTS, SHAPE)
         acc = wait_for(pending, V_PARTS)
         release_each(shared.v.ring, at)
         if t < item.tiles:
             folds = (item.end_tile - t) % segment_tiles(position, CUTS) == 0
-            total, made = fold(total, before, acc, sums.m, sums.l, folds, WIDTHS)
+            if begin > 0:
+                total, made = fold(total, before, acc, sums.m, sums.l, folds, WIDTHS)
+            else:
+                total, made = fold_first(acc, sums.m, sums.l, folds, WIDTHS)
             state = without(acc, sums.m, sums.l, folds, V_PARTS)
             store_total(made, folds, rows, which, batch, SPEC, CUTS, SHAPE)
             wait_full(shared.k.ring, at + 1)
@@ -307,7 +327,10 @@ def attend(
         else:
             release(shared.item_ring, n)
             if item.oldest < 0:
-                whole, of_all = fold(total, before, acc, sums.m, sums.l, live, WIDTHS)
+                if (begin > 0) | (item.seq_len < item.q_len):  # some rows may see no key of this segment
+                    whole, of_all = fold(total, before, acc, sums.m, sums.l, live, WIDTHS)
+                else:
+                    whole, of_all = fold_first(acc, sums.m, sums.l, live, WIDTHS)
                 seen = whole.l != 0.0
                 share = gl.where(seen, 1.0 / gl.where(seen, whole.l, 1.0), 0.0)
                 if batch.tensors.v_scale is not None:
