@@ -63,7 +63,7 @@ def serves(spec: Spec, target: Target) -> list[str]:
         "kv_cache: expected an even number of bytes between elements": not spec.storage.paired,
     }
     reasons = not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
-    return reasons or dense.serves(in_pairs(spec), target)
+    return reasons or dense.serves_sizes(in_pairs(spec), dense.served_sizes())
 
 
 def in_pairs(spec: Spec) -> Spec:
