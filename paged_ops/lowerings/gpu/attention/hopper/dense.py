@@ -12,7 +12,7 @@ M packed query rows (row r is token ``r // G``, head ``r % G``) and N keys. Tile
 columns, all columns of 8 rows together: PAGE keys of a block are contiguous, and one TMA copy loads them.
 
 Serves causal or not, sliding windows with or without first tokens, attention chunks, bidirectional ranges, soft cap,
-sinks and lse, float16 and bfloat16, head sizes that are multiples of 16 (see head_chunks.py), caches with rows that TMA
+sinks and lse, float16 and bfloat16, heads of 512 or a multiple of 16 (see head_chunks.py), caches with rows that TMA
 can address. The Triton kernel serves everything else, with the same results. Ideas: FlashAttention-3 (Shah et al. 2024,
 arXiv:2407.08608).
 """
