@@ -209,8 +209,9 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     rows = tuning.power_of_2(division.rows)
     span = segment * max(SEGMENTS // spec.K, FEWEST_SEGMENTS)
     cuts = Cuts(segment // shape.N, span, rows, WORKSPACE // (rows * Dv))
-    few = decodes(spec, rows)
-    everyone = few and M == WARPGROUP.value
+    alone = M == WARPGROUP.value
+    few = decodes(spec, rows) and (alone or S * spec.K >= P)  # next to prompts only if they are many
+    everyone = few and alone
     beside_rows = beside.ROWS if decoders else rows if few else 0
     plan = Plan(division, cuts, LEAD, beside_rows, everyone)
     of_decodes = plan._replace(beside=0) if everyone else plan
