@@ -59,7 +59,8 @@ SIZES = (64, 64), (128, 128)  # head sizes that were run on a GPU
 SEGMENT, SHORTEST, FEW_HEADS = 4096, 1024, 4  # keys, keys, key/value heads: see segment_of
 SEGMENTS, FEWEST_SEGMENTS = 128, 16  # at most, of a long row: about so many in all key/value heads, and in one
 LEAD = 8  # Plan.lead
-MOST_FEW, PROGRAMS = 16, 2  # of invariant_decode_kernel: query rows, and programs per multiprocessor
+# Of invariant_decode_kernel: the most query rows, and the programs per multiprocessor if sequences are many.
+MOST_FEW, PROGRAMS = 16, 2
 WORKSPACE = 16 << 20  # of states of segments, in float32s
 COUNTERS = 4
 NOTHING = tl.constexpr(0xFF800000)  # a pair of -inf and 0.0
@@ -113,7 +114,8 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
         return "scale: expected a positive number"
     rows, same = tuning.rows_of(shapes.T, shapes.S, spec.G)
     M = WARPGROUP.value if same or shapes.T <= shapes.S else 2 * WARPGROUP.value
-    if same and shapes.T > shapes.S and not decodes(spec, tuning.power_of_2(rows)):
+    few = decodes(spec, tuning.power_of_2(rows)) and are_many(spec, shapes.S, target)
+    if same and shapes.T > shapes.S and not few:
         rows = WARPGROUP.value
     division = tuning.division(min(rows, WARPGROUP.value), shapes.S)
     loads = loads_of(spec, shapes)
@@ -139,24 +141,30 @@ def loads_of(spec: Spec, shapes: Shapes) -> int:
 
 
 def decodes(spec: Spec, rows: int) -> bool:
-    """Whether invariant_decode_kernel serves sequences of at most so many rows."""
+    """Whether invariant_decode_kernel serves sequences of at most so many rows, if it serves the batch."""
     return is_fp8(spec) and rows <= MOST_FEW
 
 
+def are_many(spec: Spec, S: int, target: Target) -> bool:
+    """Whether sequences have an item for each multiprocessor."""
+    return S * spec.K >= target.processors
+
+
 def decode_launch(
-    spec: Spec, read: Spec, plan: Plan, rows: int, loads: int, described: list[Described], target: Target, counter: str
+    spec: Spec, read: Spec, plan: Plan, rows: int, loads: int, described: list[Described], programs: int,
+    target: Target, counter: str,
 ) -> Launch:  # fmt: skip
-    """The launch of invariant_decode_kernel."""
+    """The launch of invariant_decode_kernel, with so many programs per multiprocessor."""
     shaped = spec if loads == 2 else addressable(spec)
-    shape, of_bytes = invariant_decode.shapes_of(shaped, max(rows, 8), PROGRAMS, target.shared_memory)
+    shape, of_bytes = invariant_decode.shapes_of(shaped, max(rows, 8), programs, target.shared_memory)
     constants: dict[str, Any] = {"SPEC": read, "PAIRS": invariant_fp8.pairs_of(read), "PLAN": plan, "SHAPE": shape}
     constants |= {"BYTES": of_bytes, "LOADS": loads, "enable_fp_fusion": False, **target.overlap()}
     # Of 8 warps, as warps of one role are counted by four; what they leave is the consumer's.
-    constants |= {"num_warps": 4, "maxnreg": 256 // PROGRAMS // 8 * 8}
+    constants |= {"num_warps": 4, "maxnreg": min(256 // programs, 255)}
     launcher = launcher_of(invariant_decode.invariant_decode_kernel, constants, target.device, (counter,))
     takes = (*PARTS, "k_scale", "v_scale", "key_cache", "value_cache", counter)
     query = contiguous_rows if are_copied(spec) else aligned_rows
-    return HopperLaunch(launcher, (PROGRAMS * target.processors, 1, 1), takes, described, query)
+    return HopperLaunch(launcher, (programs * target.processors, 1, 1), takes, described, query)
 
 
 def is_fp8(spec: Spec) -> bool:
@@ -210,10 +218,12 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     span = segment * max(SEGMENTS // spec.K, FEWEST_SEGMENTS)
     cuts = Cuts(segment // shape.N, span, rows, WORKSPACE // (rows * Dv))
     alone = M == WARPGROUP.value
-    few = decodes(spec, rows) and (alone or S * spec.K >= P)  # next to prompts only if they are many
+    many = are_many(spec, S, target)
+    few = decodes(spec, rows) and (alone or many)
     everyone = few and alone
     beside_rows = beside.ROWS if decoders else rows if few else 0
     plan = Plan(division, cuts, LEAD, beside_rows, everyone)
+    programs = PROGRAMS if many else 1
     of_decodes = plan._replace(beside=0) if everyone else plan
     kernel: Any = invariant_items_kernel
     more: dict[str, Any] = {"LOADS": loads}
@@ -252,7 +262,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         others = {"taken", "arrived"} - {counter}
         before: tuple[Launch, ...] = ()
         if few:
-            before = (decode_launch(spec, read, of_decodes, rows, loads, described, target, counter),)
+            before = (decode_launch(spec, read, of_decodes, rows, loads, described, programs, target, counter),)
         launcher = launcher_of(kernel, {**constants, **more, "num_warps": 4}, target.device, (counter,))
         query = contiguous_rows if are_copied(spec) else aligned_rows
         mains = () if everyone else (HopperLaunch(launcher, (P, 1, 1), (*takes, counter), described, query),)
