@@ -48,6 +48,7 @@ class Case:
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     worst: dict[str, float] = dataclasses.field(default_factory=dict)  # by check: error over its budget
     findings: list[str] = dataclasses.field(default_factory=list)
+    usable: bool = True  # the device
 
     def __post_init__(self) -> None:
         self.random = random.Random(f"{self.campaign}/{self.options.seed}/{self.number}")
@@ -99,19 +100,24 @@ class Results:
 
 
 Campaign = Callable[[Case], None]
+Preparation = Callable[[Case], Campaign]  # returns what remains to be done
 
 
 def run_case(campaign: str, function: Campaign, number: int, options: Options, results: Results) -> bool:
     """Run one case; whatever it raises is a finding. False if the device is lost."""
     case = Case(campaign, number, options)
-    usable = True
+    _attempt(case, function)
+    results.add(case)
+    return case.usable
+
+
+def _attempt(case: Case, function: Callable[[Case], Any]) -> Any:
     try:
-        function(case)
+        return function(case)
     except Exception as error:
         case.report(traceback.format_exc())
-        usable = not (isinstance(error, RuntimeError) and ("CUDA error" in str(error) or "HIP error" in str(error)))
-    results.add(case)
-    return usable
+        if isinstance(error, RuntimeError) and ("CUDA error" in str(error) or "HIP error" in str(error)):
+            case.usable = False
 
 
 def run_cases(
@@ -127,20 +133,40 @@ def run_cases(
 
 
 def work(
-    campaign: str, function: Campaign, options: Options, first: int, stride: int, until: float, state: Path
+    campaign: str,
+    function: Campaign,
+    options: Options,
+    first: int,
+    stride: int,
+    until: float,
+    state: Path,
+    prepare: Preparation | None = None,
 ) -> int:
-    """A worker: cases first, first + stride, ... until a time of the clock; ``state`` has what it found so far."""
-    results, number, written = Results(), first, time.monotonic()
+    """A worker: cases first, first + stride, ... until a time of the clock; ``state`` has what it found so far. Each is
+    prepared before the one before it runs, so that its kernels are compiled meanwhile."""
+
+    def prepared(number: int) -> tuple[Case, Campaign | None]:
+        case = Case(campaign, number, options)
+        return case, function if prepare is None else _attempt(case, prepare)
+
+    results, written = Results(), time.monotonic()
     with open(state.with_suffix(".case"), "w+b", buffering=0) as current:
-        while number == first or time.time() < until:
-            os.pwrite(current.fileno(), f"{number:<20d}".encode(), 0)
-            usable = run_case(campaign, function, number, options, results)
-            number += stride
-            if time.monotonic() - written > 1 or not usable:
+        os.pwrite(current.fileno(), f"{first:<20d}".encode(), 0)
+        following: tuple[Case, Campaign | None] | None = prepared(first)
+        while following is not None:
+            case, rest = following
+            os.pwrite(current.fileno(), f"{case.number:<20d}".encode(), 0)
+            following = prepared(case.number + stride) if time.time() < until else None
+            if rest is not None:
+                _attempt(case, rest)
+            results.add(case)
+            if time.monotonic() - written > 1 or not case.usable:
                 _write(state, results)
                 written = time.monotonic()
-            if not usable:
+            if not case.usable:
                 return LOST_DEVICE
+            if time.time() > until:
+                break
     _write(state, results)
     return 0
 
@@ -188,8 +214,10 @@ def run_long(
             command = [sys.executable, "-m", "tests.fuzz", campaign, "--device", options.device]
             command += ["--seed", str(options.seed), "--variants", str(options.variants)]
             command += ["--work", str(first), str(processes), str(until), str(state)]
+            # Each compiles kernels with its share of the cores, as ranks do.
+            environment = {**os.environ, "LOCAL_WORLD_SIZE": str(processes)}
             with open(errors, "wb") as stderr:
-                process = subprocess.Popen(command, stdout=stderr, stderr=stderr)
+                process = subprocess.Popen(command, stdout=stderr, stderr=stderr, env=environment)
             workers[slot] = _Worker(process, state, errors, since=time.time())
 
         def collect(worker: _Worker) -> None:
