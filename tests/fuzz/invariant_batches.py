@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -60,7 +61,7 @@ class Batch:
     S: int
     form: int
 
-    @property
+    @functools.cached_property
     def live(self) -> int:
         return sum(q for *_, q in self.rows)
 
@@ -147,6 +148,7 @@ class Pool:
         for store in self.stores:
             del store.expected  # which nobody asks for
         self.caches = [self._cache(store) for store in self.stores]
+        self.columns = [padded_to(4, -(-max(self.most) // each.B) + self.rng.choice((0, 1, 5))) for each in s.forms]
         self.rounds = [self._round() for _ in range(ROUNDS if self.on_gpu else 1)]
         if self.on_gpu:
             self.compile()
@@ -219,12 +221,13 @@ class Pool:
         key, value = (torch.zeros(16, s.K, size, dtype=s.dtype, device=self.device) for size in (s.D, s.Dv))
         slots = torch.zeros(16, dtype=torch.int64, device=self.device)
         query = torch.zeros(T, self.H, s.D, dtype=s.dtype, device=self.device)
-        table = torch.zeros(S, 4, dtype=torch.int32, device=self.device)
+        table = torch.zeros(S, max(self.columns), dtype=torch.int32, device=self.device)
         integers = torch.zeros(S + 1, dtype=torch.int32, device=self.device)
 
         def attend(form: int, T: int, S: int) -> None:
-            ranges = table[:S].view(S, 2, 2)
-            self.attend(form, query[:T], table[:S], integers[:S], integers[: S + 1], ranges)
+            ranges = table[:S, :4].reshape(S, 2, 2)
+            table_ = table.view(-1)[: S * self.columns[form]].view(S, -1)
+            self.attend(form, query[:T], table_, integers[:S], integers[: S + 1], ranges)
 
         def calls() -> None:
             for cache in self.caches:
@@ -246,14 +249,13 @@ class Pool:
         sequence = torch.arange(len(lens)).repeat_interleave(lens)
         position = torch.arange(total) - (lens.cumsum(0) - lens)[sequence]
         self.tables = []
-        for store, cache in zip(self.stores, self.caches, strict=True):
+        for store, cache, columns in zip(self.stores, self.caches, self.columns, strict=True):
             B, N = store.form.B, store.N
             store.poison(rng)
             of = [-(-n // B) for n in drawn.lens for _ in "ab"]
             ids = torch.randperm(N, generator=self.order, dtype=torch.int32).split([*of, N - sum(of)])
             # The last row is of no sequence.
-            shape = len(of) + 1, padded_to(4, max(of) + rng.choice((0, 1, 5)))
-            table = torch.full(shape, 0 if self.on_gpu else N - 1, dtype=torch.int32)
+            table = torch.full((len(of) + 1, columns), 0 if self.on_gpu else N - 1, dtype=torch.int32)
             for row, blocks in zip(table, ids[:-1], strict=False):
                 row[: len(blocks)] = blocks
             for copy in range(2):

@@ -9,6 +9,7 @@ import functools
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,30 @@ def test_a_long_run_says_how_to_run_a_case_again(tmp_path):
     found = json.loads(out.read_text())
     assert found["counts"]["calls"] > 10 and found["seed"] == 0 and found["device"] == "cpu"
     assert done.returncode == bool(found["findings"])
+
+
+def test_a_case_is_prepared_while_the_one_before_it_runs(tmp_path):
+    """What preparing raises is a finding of its case; a case after the end is prepared for nothing."""
+    did = []
+
+    def prepare(case):
+        did.append(f"prepare {case.number}")
+        if case.number == 5:
+            raise KeyError("five")
+        return finish
+
+    def finish(case):
+        did.append(f"run {case.number}")
+        case.counts["runs"] += 1
+        time.sleep(0.1)
+
+    state = tmp_path / "state.json"
+    until = time.time() + 0.45
+    assert runner.work("any", finish, runner.Options(), 1, 2, until, state, prepare) == 0
+    found = runner.Results.from_json(state.read_text())
+    assert did[:7] == [*("prepare 1", "prepare 3", "run 1", "prepare 5", "run 3", "prepare 7", "prepare 9")]
+    assert found.counts["runs"] == sum(each.startswith("run") for each in did) == found.counts["cases"] - 1
+    assert [(each["case"], "five" in each["what"]) for each in found.findings] == [(5, True)]
 
 
 def test_an_interrupted_append_keeps_the_copy_of_a_shared_block():
