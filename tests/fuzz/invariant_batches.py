@@ -33,7 +33,7 @@ from paged_ops.lowerings.warm_up import Ahead
 
 from .caches import BITS, FORMS, Form, Store
 from .invariant import E4M3, E5M2, FEATURES, Setting, moved_cut
-from .runner import Campaign, Case
+from .runner import Case
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [(dtype, kind) for dtype in (BF16, FP16, FP32) for kind in (dtype, E4M3, E5M2)]
@@ -108,11 +108,11 @@ def setting_of(number: int, seed: int, device: str) -> Setting:
 
 
 def run(case: Case) -> None:
-    prepare(case)(case)
+    prepare(case).run()
 
 
-def prepare(case: Case, setting: Callable[[int, int, str], Setting] | None = None) -> Campaign:
-    return Pool(case, setting or setting_of).run
+def prepare(case: Case) -> Pool:
+    return Pool(case, setting_of)
 
 
 class Pool:
@@ -150,6 +150,7 @@ class Pool:
         self.caches = [self._cache(store) for store in self.stores]
         self.columns = [padded_to(4, -(-max(self.most) // each.B) + self.rng.choice((0, 1, 5))) for each in s.forms]
         self.rounds = [self._round() for _ in range(ROUNDS if self.on_gpu else 1)]
+        self.ahead: list[Ahead] = []
         if self.on_gpu:
             self.compile()
 
@@ -235,10 +236,13 @@ class Pool:
             for each in sorted(sizes):
                 attend(*each)
 
-        Ahead([calls])
+        self.ahead.append(Ahead([calls]))
         if self.planted:
             with moved_cut(self.case.options.device, s.path):
-                Ahead([lambda: attend(0, len(self.most), len(self.most))])
+                self.ahead.append(Ahead([lambda: attend(0, len(self.most), len(self.most))]))
+
+    def ready(self) -> bool:
+        return all(state.done.is_set() for ahead in self.ahead for state in ahead._states)
 
     def fill(self, drawn: Round) -> None:
         """Random keys, values and queries; the caches hold each sequence twice."""
@@ -267,7 +271,7 @@ class Pool:
         self.ranges = torch.tensor([*ranges, [[-1, -1]] * 2], dtype=torch.int32, device=device)
 
     @torch.no_grad()
-    def run(self, case: Case) -> None:
+    def run(self) -> None:
         path: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.s.path == "torch":
             path = mock.patch.object(fused, "compiled", return_value=None)

@@ -15,7 +15,7 @@ import torch
 from . import invariant_batches
 from .caches import FORMS, Form
 from .invariant import E4M3, E5M2, Setting
-from .runner import Campaign, Case
+from .runner import Case
 
 DTYPES = torch.bfloat16, torch.float16
 HEADS = (8, 4), (2, 4), (1, 8), (4, 1), (1, 16), (2, 3), (1, 33), (8, 1), (1, 64), (4, 7)  # K, G
@@ -36,8 +36,8 @@ def setting_of(number: int, seed: int, device: str) -> Setting:
 
 
 def run(case: Case) -> None:
-    prepare(case)(case)
+    prepare(case).run()
 
 
-def prepare(case: Case) -> Campaign:
-    return invariant_batches.prepare(case, setting_of)
+def prepare(case: Case) -> invariant_batches.Pool:
+    return invariant_batches.Pool(case, setting_of)

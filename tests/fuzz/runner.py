@@ -7,6 +7,7 @@ processes share the work; process p of P runs the cases c with ``c % P == p``.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import platform
@@ -17,15 +18,16 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 MOST_FINDINGS = 200  # that are written down in full; the rest is counted
 INTERPRETER = "interpreter"  # the device of GPU kernels in Triton's interpreter
+AHEAD = 2  # cases that are prepared
 LOST_DEVICE = 3  # exit code of a worker whose device is of no more use to it
 
 
@@ -100,7 +102,15 @@ class Results:
 
 
 Campaign = Callable[[Case], None]
-Preparation = Callable[[Case], Campaign]  # returns what remains to be done
+
+
+class Prepared(Protocol):
+    """A case that is about to run."""
+
+    def ready(self) -> bool:
+        """Whether its kernels are compiled."""
+
+    def run(self) -> None: ...
 
 
 def run_case(campaign: str, function: Campaign, number: int, options: Options, results: Results) -> bool:
@@ -140,33 +150,42 @@ def work(
     stride: int,
     until: float,
     state: Path,
-    prepare: Preparation | None = None,
+    prepare: Callable[[Case], Prepared] | None = None,
 ) -> int:
     """A worker: cases first, first + stride, ... until a time of the clock; ``state`` has what it found so far. Each is
-    prepared before the one before it runs, so that its kernels are compiled meanwhile."""
+    prepared ahead, so that its kernels are compiled meanwhile; until they are, other cases of the kinds before run."""
 
-    def prepared(number: int) -> tuple[Case, Campaign | None]:
+    def prepared(number: int) -> tuple[Case, Prepared | None]:
         case = Case(campaign, number, options)
-        return case, function if prepare is None else _attempt(case, prepare)
+        return case, None if prepare is None else _attempt(case, prepare)
 
+    variants = options.variants
+    new = iter(range(first, first + variants, stride)) if variants else itertools.count(first, stride)
+    coming: deque[tuple[Case, Prepared | None]] = deque()
+    cases: dict[int, int] = {}  # of each kind, by its first case
     results, written = Results(), time.monotonic()
     with open(state.with_suffix(".case"), "w+b", buffering=0) as current:
         os.pwrite(current.fileno(), f"{first:<20d}".encode(), 0)
-        following: tuple[Case, Campaign | None] | None = prepared(first)
-        while following is not None:
-            case, rest = following
+        while not results.counts or time.time() < until:
+            coming.extend(prepared(number) for number in itertools.islice(new, AHEAD - len(coming)))
+            if coming and (not cases or coming[0][1] is None or coming[0][1].ready()):
+                case, rest = coming.popleft()
+                cases[case.number] = 0
+            else:
+                number = min(cases, key=lambda each: cases[each])
+                cases[number] += 1
+                case, rest = prepared(number + variants * cases[number])
             os.pwrite(current.fileno(), f"{case.number:<20d}".encode(), 0)
-            following = prepared(case.number + stride) if time.time() < until else None
             if rest is not None:
-                _attempt(case, rest)
+                _attempt(case, lambda _, rest=rest: rest.run())
+            elif prepare is None:
+                _attempt(case, function)
             results.add(case)
             if time.monotonic() - written > 1 or not case.usable:
                 _write(state, results)
                 written = time.monotonic()
             if not case.usable:
                 return LOST_DEVICE
-            if time.time() > until:
-                break
     _write(state, results)
     return 0
 

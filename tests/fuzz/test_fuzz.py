@@ -135,27 +135,33 @@ def test_a_long_run_says_how_to_run_a_case_again(tmp_path):
     assert done.returncode == bool(found["findings"])
 
 
-def test_a_case_is_prepared_while_the_one_before_it_runs(tmp_path):
-    """What preparing raises is a finding of its case; a case after the end is prepared for nothing."""
+def test_cases_are_prepared_ahead_and_others_run_until_their_kernels_are_compiled(tmp_path):
+    """Each case runs once; what preparing raises is a finding of its case."""
     did = []
 
-    def prepare(case):
-        did.append(f"prepare {case.number}")
-        if case.number == 5:
-            raise KeyError("five")
-        return finish
+    class Kind:
+        def __init__(self, case):
+            self.case, self.asked = case, 0
+            did.append(f"prepare {case.number}")
+            if case.number == 5:
+                raise KeyError("five")
 
-    def finish(case):
-        did.append(f"run {case.number}")
-        case.counts["runs"] += 1
-        time.sleep(0.1)
+        def ready(self):
+            self.asked += 1
+            return self.asked > 2
 
-    state = tmp_path / "state.json"
-    until = time.time() + 0.45
-    assert runner.work("any", finish, runner.Options(), 1, 2, until, state, prepare) == 0
+        def run(self):
+            did.append(f"run {self.case.number}")
+            self.case.counts["runs"] += 1
+            time.sleep(0.05)
+
+    state, until = tmp_path / "state.json", time.time() + 1
+    assert runner.work("any", None, runner.Options(variants=8), 1, 2, until, state, Kind) == 0
     found = runner.Results.from_json(state.read_text())
-    assert did[:7] == [*("prepare 1", "prepare 3", "run 1", "prepare 5", "run 3", "prepare 7", "prepare 9")]
-    assert found.counts["runs"] == sum(each.startswith("run") for each in did) == found.counts["cases"] - 1
+    numbers = [int(each.split()[1]) for each in did if each.startswith("run")]
+    assert did[:3] == ["prepare 1", "prepare 3", "run 1"]
+    assert numbers[:4] == [1, 9, 17, 3] and 7 in numbers and len({*numbers}) == len(numbers), did
+    assert found.counts["runs"] == len(numbers) == found.counts["cases"] - 1
     assert [(each["case"], "five" in each["what"]) for each in found.findings] == [(5, True)]
 
 
