@@ -125,6 +125,7 @@ class Pool:
         self.few = number % 3 == 0  # whether some batches have kernels for a few rows each
         self.case, self.rng, self.device = case, case.random, case.device
         self.planted = number % PLANTED == 0
+        case.counts["kinds"] += number == case.number
         self.s = s = setting(number, options.seed, options.device)
         self.H, self.cut = s.K * s.G, s.cut(options.device)
         self.on_gpu = options.device != "cpu"
