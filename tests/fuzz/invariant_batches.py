@@ -152,7 +152,7 @@ class Pool:
         self.columns = [padded_to(4, -(-max(self.most) // each.B) + self.rng.choice((0, 1, 5))) for each in s.forms]
         self.rounds = [self._round() for _ in range(ROUNDS if self.on_gpu else 1)]
         self.ahead: list[Ahead] = []
-        if self.on_gpu:
+        if self.on_gpu and number == case.number:  # the first of its kind
             self.compile()
 
     def _randn(self, *shape: int) -> Tensor:
