@@ -52,7 +52,15 @@ from paged_ops.integrations.transformers.projections import fuse_projections, us
 
 few_row_linear: Any = torch.ops.paged_ops_models.few_row_linear.default
 LLAMA_8B = Config(32, 4096, 32, 8, 128, 14336, 128256, max_positions=1 << 16)
-POINTS = {"1x1024": (1, 1024), "2x1024": (2, 1024), "4x1024": (4, 1024), "1x32768": (1, 32768), "16x4096": (16, 4096), "64x1024": (64, 1024)}
+POINTS = {
+    "1x1024": (1, 1024),
+    "2x1024": (2, 1024),
+    "4x1024": (4, 1024),
+    "8x1024": (8, 1024),
+    "1x32768": (1, 32768),
+    "16x4096": (16, 4096),
+    "64x1024": (64, 1024),
+}
 POINTS |= {"64x4096": (64, 4096), "256x1024": (256, 1024)}
 PREFIXES = {"64x8192+256": 8192, "64x2048+256": 2048}
 SHARING = {"64x8192+256": (64, 8448), "64x2048+256": (64, 2304)}
