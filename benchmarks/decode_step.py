@@ -8,8 +8,8 @@ power of the GPU while it ran. Before a point is timed, its logits are compared 
 captured and attends by the float32 reference.
 
 Variants of the plain model, ``examples/compile_decode.py``: ``default`` is not autotuned; ``overlapping`` has
-this package's matmuls of few rows; ``fused`` has norms, gates and residual adds in them; ``no_attention`` writes the cache and does not read it; ``static`` is the same model
-with an unpaged cache and SDPA as PyTorch chooses. In the points with a ``+`` all sequences share that number of first
+this package's matmuls of few rows; ``fused`` has norms, gates and residual adds in them; ``no_attention`` writes the
+cache and does not read it; ``static`` is the same model with an unpaged cache and SDPA as PyTorch chooses. In the points with a ``+`` all sequences share that number of first
 tokens: ``cascade`` reads them once for all, ``default`` does not. ``transformers`` is the model of that library with
 this package's attention, projections fused, layers compiled, and matmuls of few rows; ``transformers_static`` the same
 model as that library runs it fastest by itself: a static cache, ``torch.compile(mode="reduce-overhead")``.
@@ -46,7 +46,7 @@ from compile_decode import Config, Layer, Llama, rotate
 from paged_ops import AttentionMetadata, Batch, KVCache, cascade_attention, reference, reshape_and_cache
 from paged_ops.bench.measure import host_us
 from paged_ops.graphs import DecodeGraphs, GraphKey, build_inputs, step_builder
-from paged_ops.integrations.transformers import attention_function
+from paged_ops.integrations.transformers import attention_function, few_rows
 from paged_ops.integrations.transformers import model as integration
 from paged_ops.integrations.transformers.projections import fuse_projections, use_overlapping_products
 
@@ -224,22 +224,22 @@ class Models:
 
 @contextlib.contextmanager
 def float32_reference() -> Iterator[None]:
-    """Within it nothing is compiled, and attention is the reference's."""
+    """Within it nothing is compiled, attention is the reference's, and norms are not in matmuls."""
 
     def attend(query: Tensor, kv_cache: Tensor, *batch: Any, **features: Any) -> Tensor:
         features.pop("value_cache", None)
         return reference.paged_attention(query.float(), kv_cache.float(), *batch, **features).to(query.dtype)
 
     modules = compile_decode, attention_function
-    before, own = [module.paged_attention for module in modules], CascadeLayer.attend
+    before, own, most = [module.paged_attention for module in modules], CascadeLayer.attend, few_rows.MOST_ROWS
     for module in modules:
         module.paged_attention = attend
-    CascadeLayer.attend, FewRowLayer.fuses = Layer.attend, False
+    CascadeLayer.attend, FewRowLayer.fuses, few_rows.MOST_ROWS = Layer.attend, False, 0
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        CascadeLayer.attend, FewRowLayer.fuses = own, True
+        CascadeLayer.attend, FewRowLayer.fuses, few_rows.MOST_ROWS = own, True, most
         for module, function in zip(modules, before, strict=True):
             module.paged_attention = function
 
