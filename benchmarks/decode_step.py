@@ -9,10 +9,11 @@ captured and attends by the float32 reference.
 
 Variants of the plain model, ``examples/compile_decode.py``: ``default`` is not autotuned; ``overlapping`` has
 this package's matmuls of few rows; ``fused`` has norms, gates and residual adds in them; ``no_attention`` writes the
-cache and does not read it; ``static`` is the same model with an unpaged cache and SDPA as PyTorch chooses. In the points with a ``+`` all sequences share that number of first
-tokens: ``cascade`` reads them once for all, ``default`` does not. ``transformers`` is the model of that library with
-this package's attention, projections fused, layers compiled, and matmuls of few rows; ``transformers_static`` the same
-model as that library runs it fastest by itself: a static cache, ``torch.compile(mode="reduce-overhead")``.
+cache and does not read it; ``static`` is the same model with an unpaged cache and SDPA as PyTorch chooses. In the points
+with a ``+`` all sequences share that number of first tokens: ``cascade`` reads them once for all, ``default`` does not.
+``transformers`` is the model of that library with this package's attention, projections fused, layers compiled, and
+matmuls of few rows; ``transformers_static`` the same model as that library runs it fastest by itself: a static cache,
+``torch.compile(mode="reduce-overhead")``.
 ``--options`` are inductor's, such as ``{"max_autotune": true}``. ``host.py`` times the first step from empty caches.
 """
 
@@ -52,16 +53,8 @@ from paged_ops.integrations.transformers.projections import fuse_projections, us
 
 few_row_linear: Any = torch.ops.paged_ops_models.few_row_linear.default
 LLAMA_8B = Config(32, 4096, 32, 8, 128, 14336, 128256, max_positions=1 << 16)
-POINTS = {
-    "1x1024": (1, 1024),
-    "2x1024": (2, 1024),
-    "4x1024": (4, 1024),
-    "8x1024": (8, 1024),
-    "1x32768": (1, 32768),
-    "16x4096": (16, 4096),
-    "64x1024": (64, 1024),
-}
-POINTS |= {"64x4096": (64, 4096), "256x1024": (256, 1024)}
+POINTS = {f"{S}x1024": (S, 1024) for S in (1, 2, 4, 8, 64, 256)}
+POINTS |= {"1x32768": (1, 32768), "16x4096": (16, 4096), "64x4096": (64, 4096)}
 PREFIXES = {"64x8192+256": 8192, "64x2048+256": 2048}
 SHARING = {"64x8192+256": (64, 8448), "64x2048+256": (64, 2304)}
 VARIANTS: dict[str, dict[str, Any]] = {
