@@ -9,7 +9,7 @@ captured and attends by the float32 reference.
 
 Variants of the plain model, ``examples/compile_decode.py``: ``default`` is not autotuned; ``overlapping`` has
 this package's matmuls of few rows; ``fused`` has norms, gates and residual adds in them; ``no_attention`` writes the
-cache and does not read it; ``static`` is the same model with an unpaged cache and SDPA as PyTorch chooses. In the points
+cache and does not read it; ``static`` is the same model with an unpaged cache and SDPA as PyTorch chooses. In points
 with a ``+`` all sequences share that number of first tokens: ``cascade`` reads them once for all, ``default`` does not.
 ``transformers`` is the model of that library with this package's attention, projections fused, layers compiled, and
 matmuls of few rows; ``transformers_static`` the same model as that library runs it fastest by itself: a static cache,
@@ -51,7 +51,7 @@ from paged_ops.integrations.transformers import attention_function, few_rows
 from paged_ops.integrations.transformers import model as integration
 from paged_ops.integrations.transformers.projections import fuse_projections, use_overlapping_products
 
-few_row_linear: Any = torch.ops.paged_ops_models.few_row_linear.default
+few_row_linear: Any = functools.partial(torch.ops.paged_ops_models.few_row_linear.default, constant=True)
 LLAMA_8B = Config(32, 4096, 32, 8, 128, 14336, 128256, max_positions=1 << 16)
 POINTS = {f"{S}x1024": (S, 1024) for S in (1, 2, 4, 8, 64, 256)}
 POINTS |= {"1x32768": (1, 32768), "16x4096": (16, 4096), "64x4096": (64, 4096)}

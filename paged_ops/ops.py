@@ -492,6 +492,7 @@ def few_row_linear(
     residual: Tensor | None = None,
     eps: float = 0.0,
     gated: bool = False,
+    constant: bool = False,
 ) -> Tensor:
     """``x [..., C]`` times the transpose of ``weight [O, C]``: ``[..., O]`` in x's dtype, summed in float32.
 
@@ -501,6 +502,8 @@ def few_row_linear(
         norm: ``[C]``, the weight of an RMSNorm of x, with ``eps``, before the matmul.
         gated: the first half of the matmul's columns are gates: ``silu(gate) * up``, ``[..., O / 2]``.
         residual: of the result's shape, added to it.
+        constant: the kernel just before on this stream does not write the weight, so it may be read before that one
+            has ended.
     """
 
 

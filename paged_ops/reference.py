@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from paged_ops.fake.models import EXCHANGES, REDUCERS, NormOptions
@@ -316,6 +316,7 @@ def few_row_linear(
     residual: Tensor | None = None,
     eps: float = 0.0,
     gated: bool = False,
+    constant: bool = False,
 ) -> Tensor:
     rows = x.double()
     if norm is not None:

@@ -66,6 +66,7 @@ def few_row_linear(
     residual: Tensor | None = None,
     eps: float = 0.0,
     gated: bool = False,
+    constant: bool = False,
 ) -> Tensor:
     O, C = weight.shape
     expect(not gated or O % 2 == 0, "weight", "an even number of rows, as it is gated", weight)

@@ -180,9 +180,7 @@ class Watch:
         self._names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
         self._calls: dict[nn.Module, Call] = {}
         self._hooks: list[Any] = []
-        self._layers = [
-            TrialLayer(layer, _row_parallel) for layer in decoder_layers(model)
-        ]
+        self._layers = [TrialLayer(layer, _row_parallel) for layer in decoder_layers(model)]
         self._embeddings = {module for module in self._names if _is_sharded_embedding(module)}
         self._reduced = {module: "" for module in self._names if _is_row_parallel(module) or module in self._embeddings}
         self._last: list[nn.Module] = []

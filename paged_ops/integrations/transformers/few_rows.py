@@ -10,6 +10,7 @@ Letters: T rows, C hidden size.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from paged_ops.integrations.transformers.all_reduce_fusion import Call, TrialLayer, decoder_layers, norm_kind
 from paged_ops.integrations.transformers.projections import FusedPart, OverlappingLinear, is_overlapping
-from paged_ops.lowerings.gpu.one_row import MOST_ROWS
+from paged_ops.lowerings.gpu.one_row import MOST_ROWS, tile_of
 from paged_ops.lowerings.gpu.target import target_of
 
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -39,7 +40,7 @@ def run_few_row_layer(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
     if not statically_known_true(hidden_states.shape[0] * hidden_states.shape[1] <= MOST_ROWS):
         return type(layer).forward(layer, hidden_states, **kwargs)
     attention, mlp = layer.self_attn, layer.mlp
-    matmul = torch.ops.paged_ops_models.few_row_linear.default
+    matmul = functools.partial(torch.ops.paged_ops_models.few_row_linear.default, constant=True)
     # The attention calls its projections with the residual stream, which stands for its normed rows.
     qkv = attention.q_proj.fused
     qkv.keep(hidden_states, matmul(hidden_states, qkv.weight, layer.input_layernorm.weight, None, few.eps))
@@ -102,17 +103,18 @@ def _has_parts(layer: Any) -> bool:
     own = [module for part in (layer, layer.self_attn, layer.mlp) for module in (part, *part.children())]
     hooked = any(module._forward_hooks or module._forward_pre_hooks for module in own)
     known = {name for name, _ in layer.mlp.named_children()} == {*_GATE_UP, "down_proj", "act_fn"}
-    return all(fused) and None not in last and known and not hooked
+    if None in (*fused, *last) or not known or hooked:
+        return False
+    return all(tile_of(1, *each.weight.shape) is not None for each in (*fused, *last))
 
 
-def _fused(module: Any, names: tuple[str, ...]) -> bool:
+def _fused(module: Any, names: tuple[str, ...]) -> Any:
+    """The fused layer of these projections, in this order, and of no others."""
     parts = [getattr(module, name, None) for name in names]
     if not all(isinstance(part, FusedPart) and part.fused is parts[0].fused for part in parts):
-        return False
-    fused = parts[0].fused
-    return is_overlapping(fused) and len(fused.sizes) == len(parts) and [part.start for part in parts] == sorted(
-        part.start for part in parts
-    )
+        return None
+    fused, starts = parts[0].fused, [part.start for part in parts]
+    return fused if is_overlapping(fused) and len(fused.sizes) == len(parts) and starts == sorted(starts) else None
 
 
 def _last_matmul(layer: Any, part: str) -> Any:

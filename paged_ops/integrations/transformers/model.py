@@ -213,7 +213,8 @@ class PagedCausalLM:
         if self.process_group is None:
             with few_rows.Watch(model) as few:
                 logits = run_dense(model)
-            few.install(self._wrapping)
+            if not self.batch_invariant:
+                few.install(self._wrapping)
             dense = DenseRun.of(model, logits)
         else:
             with Watch(model, self.process_group) as watch:

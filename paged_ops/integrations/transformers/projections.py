@@ -103,7 +103,7 @@ class OverlappingLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         residual, self.residual = self.residual, None
-        out: Tensor = torch.ops.paged_ops_models.few_row_linear.default(x, self.weight, None, residual)
+        out: Tensor = torch.ops.paged_ops_models.few_row_linear.default(x, self.weight, None, residual, constant=True)
         return out
 
 
@@ -114,7 +114,7 @@ def is_overlapping(fused: FusedLinear) -> bool:
 
 def _overlapping_linear(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
     assert bias is None
-    out: Tensor = torch.ops.paged_ops_models.few_row_linear.default(x, weight)
+    out: Tensor = torch.ops.paged_ops_models.few_row_linear.default(x, weight, constant=True)
     return out
 
 

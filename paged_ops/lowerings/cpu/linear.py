@@ -50,9 +50,10 @@ def few_row_linear(
     residual: Tensor | None = None,
     eps: float = 0.0,
     gated: bool = False,
+    constant: bool = False,
 ) -> Tensor:
     """By torch's ops, also where a GPU has no kernel."""
-    fake.few_row_linear(x, weight, norm, residual, eps, gated)
+    fake.few_row_linear(x, weight, norm, residual, eps, gated, constant)
     out = F.linear(x if norm is None else F.rms_norm(x, norm.shape, norm, eps), weight)
     if gated:
         gate, up = out.chunk(2, -1)

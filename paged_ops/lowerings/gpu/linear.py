@@ -32,17 +32,18 @@ def few_row_linear(
     residual: Tensor | None = None,
     eps: float = 0.0,
     gated: bool = False,
+    constant: bool = False,
 ) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     (T, C), target = rows.shape, target_of(x.device)
     O = weight.shape[0]
     serves = x.dtype == weight.dtype and serves_weight(weight) and target.is_hopper
-    out = fake.few_row_linear(x, weight, norm, residual, eps, gated)
-    tile = one_row.tile_of(T, O, C, gated) if serves else None
+    out = fake.few_row_linear(x, weight, norm, residual, eps, gated, constant)
+    tile = one_row.tile_of(T, O, C) if serves else None
     if tile is not None:
         tensors = rows, weight, norm, residual, out
         with on_device(target.device):
-            one_row.launch(tensors, eps, gated, tile)
+            one_row.launch(tensors, eps, gated, constant, tile)
         return out
     is_plain = norm is None is residual and not gated
     tile = tile_of(T, O, target.processors) if serves and is_plain else None

@@ -1,4 +1,10 @@
-"""Linear layers of decode steps with 1 to 4 rows, without tensor cores.
+"""Linear layers of decode steps with one or two rows: RMSNorm, matmul, gate and residual add in one kernel.
+
+Reading the weight is all the time that it takes, so no tensor cores: 16-byte loads go to registers, 64 KB and more of
+them in flight on each multiprocessor. The first of them are issued before the previous kernel has ended (programmatic
+dependent launch), so the memory does not idle between kernels. Each program has few rows of the weight and all of its
+columns, so the order of sums is fixed; many programs per multiprocessor make the next kernel's start smooth. With 4
+rows the arithmetic takes longer than the loads.
 
 Letters: T rows, C input features, O output features.
 """
@@ -13,26 +19,28 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.target import FUSED
 
-MOST_ROWS = 4
+MOST_ROWS = 2
 
 
-def tile_of(T: int, O: int, C: int, gated: bool) -> dict[str, int] | None:
+def tile_of(T: int, O: int, C: int) -> dict[str, int] | None:
     """The fastest tile; None if this kernel does not serve these sizes."""
-    if not 0 < T <= MOST_ROWS or C % 2048:
+    if not 0 < T <= MOST_ROWS or C % 1024 or O % 8:
         return None
-    return dict(ROWS=8, BC=2048, AHEAD=2, num_warps=8)
+    if C % 2048 or (C <= 4096 and O * T <= 8192):
+        return dict(ROWS=8, BC=1024, AHEAD=min(2, C // 1024), num_warps=4)
+    return dict(ROWS=4, BC=2048, AHEAD=min(2, C // 2048), num_warps=4)
 
 
-def launch(tensors: tuple[Tensor | None, ...], eps: float, gated: bool, tile: dict[str, int]) -> None:
+def launch(tensors: tuple[Tensor | None, ...], eps: float, gated: bool, constant: bool, tile: dict[str, int]) -> None:
     x, weight, norm, residual, out = tensors
-    assert x is not None and weight is not None and out is not None
+    assert x is not None is not weight
+    assert out is not None
     (T, C), O = x.shape, out.shape[-1]
-    grid = (weight.shape[0] // tile["ROWS"],)
-    packed = (None if each is None else each.view(torch.int32) for each in (x, weight, norm))
+    packed = (None if each is None else each.contiguous().view(torch.int32) for each in (x, weight, norm))
     residual = None if residual is None else residual.contiguous()
-    one_row_kernel[grid](
-        *packed, residual, out, O, eps, C=C, T=T, GATED=gated, PDL=True, launch_pdl=True, **tile, **FUSED
-    )
+    sizes = dict(C=C, T=T, GATED=gated, EARLY=constant, PDL=True, **tile)
+    grid = (weight.shape[0] // tile["ROWS"],)
+    one_row_kernel[grid](*packed, residual, out, O, eps, launch_pdl=True, **sizes, **FUSED)
 
 
 @triton.jit
@@ -68,12 +76,13 @@ def one_row_kernel(
     ROWS: tl.constexpr,
     BC: tl.constexpr,
     AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program p: ROWS rows of the weight, for ROWS outputs; with GATED ROWS // 2 of both halves, for ROWS // 2 outputs.
 
-    ``x``, ``weight`` and ``norm`` are int32 that hold two numbers each: C counts numbers. The first AHEAD tiles
-    [ROWS, BC] of the weight are loaded before the previous kernel has ended; no kernel writes them.
+    ``x``, ``weight`` and ``norm`` are int32 that hold two numbers each; C and BC count numbers. AHEAD tiles [ROWS, BC]
+    of the weight are loaded ahead; EARLY: the first before the previous kernel has ended.
     """
     HALF: tl.constexpr = out.dtype.element_ty
     TILES: tl.constexpr = C // BC
@@ -87,19 +96,23 @@ def one_row_kernel(
         row = tl.program_id(0) * OUTPUTS + r
     c = tl.arange(0, P)
     weight_at = weight + row[:, None].to(tl.int64) * (C // 2) + c[None, :]
-    tiles, scales = (), ()
-    for i in tl.static_range(AHEAD):
-        tiles = tiles + (tl.load(weight_at + i * P, eviction_policy="evict_first"),)
-    if PDL:
+    if PDL and not EARLY:
         gdc_wait()
+    tiles = ()
+    for i in tl.static_range(AHEAD):
+        tiles += (tl.load(weight_at + i * P, eviction_policy="evict_first"),)
+    if PDL:
+        if EARLY:
+            gdc_wait()
+        # When a kernel starts after this point, everything before this kernel has completed.
         gdc_launch_dependents()
     totals, squares = (), ()
-    for t in tl.static_range(T):
-        totals = totals + (tl.zeros([ROWS, P // 4], tl.float32),)
-        squares = squares + (tl.zeros([1, P // 4], tl.float32),)
+    for _ in tl.static_range(T):
+        totals += (tl.zeros([ROWS, P // 4], tl.float32),)
+        squares += (tl.zeros([1, P // 4], tl.float32),)
     for i in tl.static_range(TILES):
         if i + AHEAD < TILES:
-            tiles = tiles + (tl.load(weight_at + (i + AHEAD) * P, eviction_policy="evict_first"),)
+            tiles += (tl.load(weight_at + (i + AHEAD) * P, eviction_policy="evict_first"),)
         w = _quarters(tiles[i], ROWS, P)
         if norm is not None:
             scale = _quarters(tl.load(norm + i * P + c)[None, :], 1, P)
@@ -116,7 +129,8 @@ def one_row_kernel(
                 w_low, w_high = _numbers(w[q], HALF)
                 total += w_low * low
                 total += w_high * high
-            sums, more = sums + (total,), more + (square,)
+            sums += (total,)
+            more += (square,)
         totals, squares = sums, more
     for t in tl.static_range(T):
         total = tl.sum(totals[t], 1)
