@@ -38,6 +38,8 @@ def test_every_part(dtype, T, C, ahead):
 def test_tiles_divide_their_weights():
     for T, O, C in itertools.product((1, 2, 3), (64, 4096, 128256), (512, 1024, 2048, 4096, 5120, 14336)):
         tile = one_row.tile_of(T, O, C)
-        assert tile is None or O % tile["ROWS"] == C % tile["BC"] == 0 and tile["AHEAD"] * tile["BC"] <= C
+        if tile is not None:
+            assert O % tile["ROWS"] == C % tile["BC"] == 0
+            assert tile["AHEAD"] * tile["BC"] <= C
     assert one_row.tile_of(1, 6144, 4096) and one_row.tile_of(1, 4096, 14336)
     assert one_row.tile_of(0, 64, 4096) is one_row.tile_of(one_row.MOST_ROWS + 1, 64, 4096) is None
