@@ -89,7 +89,7 @@ def check_copies(key: torch.Tensor, value: torch.Tensor) -> None:
     for cache, side, parts in sides:
         rows_n, rows_head, columns_head = dense.matrix_of(side, call)
         for n, part in enumerate(parts):
-            first, distance = head_chunks.first_of(parts, n, side.size), head_chunks.distance_of(side.size)
+            first, distance = head_chunks.first_of(parts, n, side.size), head_chunks.distance_of(part, side.size)
             descriptor = dense.describe(side, call, page, part, cache)
             box, strides = descriptor.block_shape, descriptor.strides
             assert box == [page // 8, max(part // 64, 1), 8, min(part, 64)]
@@ -114,8 +114,9 @@ def test_pieces_of_a_pair_have_each_column_once(size):
         *range(size)
     ]
     assert all(begin % piece == 0 for begin, piece in zip(begins, pieces, strict=True))
-    of_values = head_chunks.value_pieces_of(head_chunks.parts_of(size), size)
+    of_values = head_chunks.value_pieces_of(head_chunks.value_parts_of(size, 16), size)
     assert of_values == (pieces if len(pieces) == 2 else (128,))
+    assert head_chunks.parts_of(size, 16) == (128,) and head_chunks.parts_of(size, 32) == pieces
 
 
 @pytest.mark.parametrize(

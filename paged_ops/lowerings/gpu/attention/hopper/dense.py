@@ -117,7 +117,7 @@ def not_loaded(spec: Spec) -> list[str]:
 
 def served_sizes() -> tuple[int, ...]:
     """The head sizes that divide into at most MOST_PARTS parts."""
-    return tuple(size for size in SIZES if len(parts_of(size)) <= MOST_PARTS)
+    return tuple(size for size in SIZES if len(pieces_of(size)) <= MOST_PARTS)
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
@@ -293,17 +293,18 @@ def shape_of(spec: Spec, shared_memory: int, consumers: int = 2) -> HopperShape:
     D, itemsize = spec.k_side.size, spec.dtype.itemsize
     pieces = spec.v_side.size // PIECE if spec.v_side.size in WIDE else 1
     Dv = spec.v_side.size // pieces
-    k_parts, v_parts = parts_of(D), value_parts_of(Dv)
+    page = spec.B & -spec.B
+    k_parts, v_parts = parts_of(D, page), value_parts_of(Dv, page)
     both = sum(k_parts) + sum(v_parts)
     space = (shared_memory - OTHERS) // itemsize - M * D
     # With Triton 3.9 matmuls in three parts would run one after another (C7512), with any number of registers.
-    fits = len(parts_of(Dv)) < 3 or TRITON < (3, 9)
+    fits = len(pieces_of(Dv)) < 3 or TRITON < (3, 9)
     N = 128 if Dv <= 128 and 2 * 128 * both <= space and fits else KEYS_OF_WIDE if D in WIDE else 64
     stage = N * both
     slots = min(MOST_SLOTS, 1 + (space - 2 * stage) // (M * D))
     stages = min(MOST_STAGES, (space - (slots - 1) * M * D) // stage)
     heads = pieces * max(each for each in range(1, min(spec.K, HEADS) + 1) if spec.K % each == 0)
-    page = min(spec.B & -spec.B, N)
+    page = min(page, N)
     k, v = Columns(D, k_parts, matrix_of(spec.k_side, spec)), Columns(Dv, v_parts, matrix_of(spec.v_side, spec))
     registers, warps = (_registers(spec), 4) if consumers == 2 else (REGISTERS_OF_THREE, 1)
     return HopperShape(M, N, page, stages, slots, slots, heads, registers, k, v, warps, pieces)
@@ -325,7 +326,7 @@ def descriptors(spec: Spec, page: int) -> list[Described]:
     made: list[Described] = []
     for name, side, parts in (("key_cache", spec.k_side, parts_of), ("value_cache", spec.v_side, value_parts_of)):
         size = PIECE if side is spec.v_side and side.size in WIDE else side.size
-        each = [(name, functools.partial(describe, side, spec, page, part)) for part in parts(size)]
+        each = [(name, functools.partial(describe, side, spec, page, part)) for part in parts(size, page)]
         made += [*each, *[None] * (MOST_PARTS - len(each))]
     return made
 
@@ -337,7 +338,7 @@ def describe(side: Side, spec: Spec, page: int, part: int, cache: Tensor) -> Ten
     (N, _, K, D), matrix = cache.shape, matrix_of(side, spec)
     box, columns = box_of(page, part), (K - 1) * matrix.columns_head + D
     shape = _rows(side, spec, N) // 8, box[1], 8, columns
-    groups = cache.as_strided((*shape[:3], box[3]), (8 * side.b, distance_of(side.size), side.b, 1))
+    groups = cache.as_strided((*shape[:3], box[3]), (8 * side.b, distance_of(part, side.size), side.b, 1))
     return TensorDescriptor(groups, list(shape), list(groups.stride()), box, box_layout(part))
 
 
