@@ -55,11 +55,11 @@ def run_few_row_layer(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
 
 
 class Watch:
-    """Observes a model's trial run (``with``): then :meth:`install`."""
+    """Observes a model's trial run (``with``); then :meth:`fuse`."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, batch_invariant: bool) -> None:
         self._model = model
-        serves = target_of(model.device).is_hopper
+        serves = not batch_invariant and target_of(model.device).is_hopper
         layers = decoder_layers(model) if serves else []
         self._layers = {layer: TrialLayer(layer, _last_matmul) for layer in layers if _has_parts(layer)}
         self._calls: dict[nn.Module, Call] = {}
@@ -69,23 +69,27 @@ class Watch:
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._calls[module] = Call(args, kwargs, output)
             if module in self._layers:
-                self._layers[module].ended(self._calls)
-                normed = self._calls[module.input_layernorm].output  # type: ignore[arg-type, index]
-                for name in _QKV:
-                    part: Any = getattr(module.self_attn, name)
-                    if part not in self._calls or self._calls[part].first is not normed:
-                        self._layers[module].refuse("layer", f"its {name} does not get its input's norm")
+                self._ended(module)
 
         watched = {each for layer in self._layers for each in (layer, *layer.children())}
         watched |= {each for layer in self._layers for part in (layer.self_attn, layer.mlp) for each in part.children()}
         self._hooks = [module.register_forward_hook(note, with_kwargs=True) for module in watched]
         return self
 
+    def _ended(self, layer: Any) -> None:
+        trial = self._layers[layer]
+        trial.ended(self._calls)
+        normed = self._calls.get(layer.input_layernorm)
+        for part in (getattr(layer.self_attn, name) for name in _QKV):
+            call = self._calls.get(part)
+            if normed is None or call is None or call.first is not normed.output:
+                trial.refuse("layer", "its projections do not get its input's norm")
+
     def __exit__(self, *error: Any) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def install(self, wrapping: Any) -> None:
+    def fuse(self, wrapping: Any) -> None:
         """Through a :class:`paged_ops.integrations.transformers.wrapping.Wrapping`, which can undo it. Layers in which
         anything differs stay."""
         dtype, device = self._model.dtype, self._model.device
@@ -93,7 +97,8 @@ class Watch:
             kinds = [norm_kind(norm, dtype, device) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
             known = [kind["eps"] for kind in kinds if kind is not None and not kind["weight_offset"]]
             if trial.ran and not trial.against and len(known) == 2 and _is_gated(layer.mlp, dtype, device):
-                wrapping.set_attribute(layer, "paged_few_rows", FewRowLayer(*known, trial.extras))
+                few = FewRowLayer(known[0], known[1], trial.extras)
+                wrapping.set_attribute(layer, "paged_few_rows", few)
 
 
 def _has_parts(layer: Any) -> bool:
@@ -110,7 +115,7 @@ def _has_parts(layer: Any) -> bool:
 
 def _fused(module: Any, names: tuple[str, ...]) -> Any:
     """The fused layer of these projections, in this order, and of no others."""
-    parts = [getattr(module, name, None) for name in names]
+    parts: list[Any] = [getattr(module, name, None) for name in names]
     if not all(isinstance(part, FusedPart) and part.fused is parts[0].fused for part in parts):
         return None
     fused, starts = parts[0].fused, [part.start for part in parts]
