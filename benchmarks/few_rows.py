@@ -54,7 +54,7 @@ def chain(x: Tensor, weights: dict[str, list[Tensor]], norms: dict[str, Tensor |
 
 def alone(inputs: dict[int, Tensor], weights: dict[str, list[Tensor]]) -> None:
     for i in range(LAYERS):
-        for name, each in weights.items():
+        for each in weights.values():
             if i < len(each):
                 F.linear(inputs[each[i].shape[1]], each[i])
 
