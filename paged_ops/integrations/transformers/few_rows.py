@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from paged_ops.integrations.transformers.all_reduce_fusion import Call, TrialLayer, decoder_layers, norm_kind
+from paged_ops.integrations.transformers.all_reduce_fusion import Call, TrialLayer, bound, decoder_layers, norm_kind
 from paged_ops.integrations.transformers.projections import FusedPart, OverlappingLinear, is_overlapping
 from paged_ops.lowerings.gpu.one_row import MOST_ROWS, tile_of
 from paged_ops.lowerings.gpu.target import target_of
@@ -99,6 +99,7 @@ class Watch:
             if trial.ran and not trial.against and len(known) == 2 and _is_gated(layer.mlp, dtype, device):
                 few = FewRowLayer(known[0], known[1], trial.extras)
                 wrapping.set_attribute(layer, "paged_few_rows", few)
+                wrapping.replace_forward(layer, bound(run_few_row_layer, layer))
 
 
 def _has_parts(layer: Any) -> bool:

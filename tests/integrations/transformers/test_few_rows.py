@@ -71,6 +71,10 @@ def test_tokens_are_the_same(name):
     assert len(found["norm"]) == len(found["gate"]) == 2 * 7, "each layer of each decode"
     assert found["add"] == found["norm"] + found["gate"]
     assert max(found["norm"]) <= 2 and max(found["plain"]) >= len(PROMPT), "prompts run as before"
+    with Calls() as eager:
+        paged = PagedCausalLM(model)
+        GenerationLoop(paged, paged.allocate_kv_cache(32)).generate([PROMPT], SamplingParams(max_new_tokens=8))
+    assert eager.found["norm"], "uncompiled, too"
     model.paged_wrapping.undo()
     assert not any(hasattr(layer, "paged_few_rows") for layer in model.model.layers)
 
