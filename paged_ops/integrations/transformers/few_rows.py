@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from paged_ops.fake.models import MOST_ROWS
 from paged_ops.integrations.transformers.all_reduce_fusion import Call, TrialLayer, bound, decoder_layers, norm_kind
 from paged_ops.integrations.transformers.projections import FusedPart, OverlappingLinear, is_overlapping
-from paged_ops.lowerings.gpu.one_row import MOST_ROWS, tile_of
-from paged_ops.lowerings.gpu.target import target_of
 
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
@@ -59,8 +58,7 @@ class Watch:
 
     def __init__(self, model: Any, batch_invariant: bool) -> None:
         self._model = model
-        serves = not batch_invariant and target_of(model.device).is_hopper
-        layers = decoder_layers(model) if serves else []
+        layers = decoder_layers(model) if not batch_invariant and serves(model.device) else []
         self._layers = {layer: TrialLayer(layer, _last_matmul) for layer in layers if _has_parts(layer)}
         self._calls: dict[nn.Module, Call] = {}
         self._hooks: list[Any] = []
@@ -102,6 +100,14 @@ class Watch:
                 wrapping.replace_forward(layer, bound(run_few_row_layer, layer))
 
 
+def serves(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    from paged_ops.lowerings.gpu.target import target_of
+
+    return target_of(device).is_hopper
+
+
 def _has_parts(layer: Any) -> bool:
     """Whether its projections are fused, run by few_row_linear, without a bias, and without hooks."""
     fused = _fused(layer.self_attn, _QKV), _fused(layer.mlp, _GATE_UP)
@@ -111,6 +117,8 @@ def _has_parts(layer: Any) -> bool:
     known = {name for name, _ in layer.mlp.named_children()} == {*_GATE_UP, "down_proj", "act_fn"}
     if None in (*fused, *last) or not known or hooked:
         return False
+    from paged_ops.lowerings.gpu.one_row import tile_of
+
     return all(tile_of(1, *each.weight.shape) is not None for each in (*fused, *last))
 
 

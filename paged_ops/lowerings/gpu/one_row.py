@@ -19,9 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from paged_ops.fake.models import MOST_ROWS
 from paged_ops.lowerings.gpu.target import FUSED
-
-MOST_ROWS = 2
 
 
 def tile_of(T: int, O: int, C: int) -> dict[str, int] | None:

@@ -1,7 +1,5 @@
 """Layers of transformers' models with norms, gates and residual adds in matmuls of few rows."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import transformers
@@ -20,7 +18,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    monkeypatch.setattr(few_rows, "target_of", lambda device: SimpleNamespace(is_hopper=True))
+    monkeypatch.setattr(few_rows, "serves", lambda device: True)
 
 
 def make(name="Llama", fuse=True, **options):
@@ -121,7 +119,7 @@ def test_layers_that_stay(change, monkeypatch):
             2 * type(layer.post_attention_layernorm).forward(layer.post_attention_layernorm, x)
         )
     elif change == "other device":
-        monkeypatch.setattr(few_rows, "target_of", lambda device: SimpleNamespace(is_hopper=False))
+        monkeypatch.setattr(few_rows, "serves", lambda device: False)
     PagedCausalLM(model, batch_invariant=change == "invariant")
     assert not hasattr(layer, "paged_few_rows")
     assert hasattr(model.model.layers[0], "paged_few_rows") == (change in ("hook", "adapter", "scaled"))
