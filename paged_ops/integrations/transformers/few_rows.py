@@ -1,7 +1,7 @@
 """Decoder layers whose norms, gates and residual adds are in their matmuls, in steps of few rows.
 
-Four calls of :func:`paged_ops.ops.few_row_linear` take the place of nine kernels and more: a step of one row waits less
-for each to begin and end. The layers are those of
+Four calls of :func:`paged_ops.ops.few_row_linear` replace eight kernels: a step of one row waits less for each to begin
+and end. The layers are those of
 :func:`paged_ops.integrations.transformers.projections.use_overlapping_products` with fused projections. A trial run
 decides, as in ``all_reduce_fusion``: which tensors are normed and added, and that the projections get the normed rows.
 
@@ -40,7 +40,7 @@ def run_few_row_layer(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
         return type(layer).forward(layer, hidden_states, **kwargs)
     attention, mlp = layer.self_attn, layer.mlp
     matmul = functools.partial(torch.ops.paged_ops_models.few_row_linear.default, constant=True)
-    # The attention calls its projections with the residual stream, which stands for its normed rows.
+    # The attention calls its projections with the residual stream, in place of its normed rows.
     qkv = attention.q_proj.fused
     qkv.keep(hidden_states, matmul(hidden_states, qkv.weight, layer.input_layernorm.weight, None, few.eps))
     attention.o_proj.residual = hidden_states

@@ -1,10 +1,9 @@
 """Linear layers of decode steps with one or two rows: RMSNorm, matmul, gate and residual add in one kernel.
 
-Reading the weight is all the time that it takes, so no tensor cores: 16-byte loads go to registers, 64 KB and more of
-them in flight on each multiprocessor. The first of them are issued before the previous kernel has ended (programmatic
-dependent launch), so the memory does not idle between kernels. Each program has few rows of the weight and all of its
-columns, so the order of sums is fixed; many programs per multiprocessor make the next kernel's start smooth. With 4
-rows the arithmetic takes longer than the loads.
+Reading the weight is nearly all the time that it takes, so no tensor cores: loads of 16 bytes go to registers. The first
+of them are issued before the previous kernel has ended (programmatic dependent launch). Each program has few rows of
+the weight and all of its columns, so the order of additions is fixed. From 4 rows on the arithmetic takes longer than
+the loads (benchmarks/notes/decode-step.md).
 
 Letters: T rows, C input features, O output features.
 """
