@@ -310,9 +310,6 @@ def latent_hopper_kernel(
     SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     M: gl.constexpr = SHAPE.M
     row_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -326,6 +323,9 @@ def latent_hopper_kernel(
     messages = Messages(weights, factors, None, ring.ring_of(1, 1, 2))
     shared = LatentMemory((q_rotated, q_left, q_right), ring.ring_of(1, 1, 1), tiles, messages)
     fence_async_shared()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     batch = Batch(tensors, numbers, None)
     share = share_of(share_index(SPEC, DIVISION), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
     descs = (q_rotated_desc, q_latent_desc, rotated_desc, latent_desc)

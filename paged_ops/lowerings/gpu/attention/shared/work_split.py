@@ -37,8 +37,8 @@ def sequences_of(n, batch, DIVISION: tl.constexpr):
 
 @triton.jit
 def shares(p, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr):
-    """Program p's share of all key tiles, start : end; the tiles of a share; the number of shares with one more, or minus
-    the number of pieces that :func:`align` cuts units into."""
+    """Program p's share of all key tiles, start : end; the tiles of a share; the number of shares with one more, or
+    minus the number of pieces that :func:`align` cuts units into."""
     total = 0
     units = 0
     longest = 0
