@@ -171,25 +171,26 @@ def test_how_many_programs_take_a_unit_each(batch, programs):
 
 
 @pytest.mark.parametrize(
-    ("heads", "lens", "programs", "start", "tiles"),
+    ("heads", "lens", "programs", "most", "start", "tiles"),
     [
-        (64, [400], 5, 0, [5] * 5),
-        (64, [400], 26, 0, [1] * 25 + [0]),
-        (128, [320, 320], 12, 0, [7, 7, 6] * 4),
-        (64, [256, 256], 4, 3, [8, 11] * 2),  # the empty tiles are in the last piece
-        (64, [160, 160, 160], 4, 0, [8, 8, 7, 7]),  # whole ones would take a third longer
-        (64, [160, 150], 4, 0, [5] * 4),
-        (64, [160, 140], 4, 0, [5, 5, 5, 4]),
-        (64, [160, 0], 5, 0, [3, 2, 2, 2, 2]),
+        (64, [400], 5, 26, 0, [5] * 5),
+        (64, [400], 26, 26, 0, [1] * 25 + [0]),
+        (128, [320, 320], 12, 26, 0, [7, 7, 6] * 4),
+        (128, [320, 320], 12, 2, 0, [7] * 8 + [6] * 4),
+        (64, [256, 256], 4, 26, 3, [8, 11] * 2),  # the empty tiles are in the last piece
+        (64, [160, 160, 160], 4, 26, 0, [8, 8, 7, 7]),  # whole ones would take a third longer
+        (64, [160, 150], 4, 26, 0, [5] * 4),
+        (64, [160, 140], 4, 26, 0, [5, 5, 5, 4]),
+        (64, [160, 0], 5, 26, 0, [3, 2, 2, 2, 2]),
     ],
 )
-def test_units_of_equal_length_are_cut_into_equal_pieces(heads, lens, programs, start, tiles, monkeypatch):
+def test_units_of_equal_length_are_cut_into_equal_pieces(heads, lens, programs, most, start, tiles, monkeypatch):
     """By the division of the Hopper kernels, in the kernel for any GPU."""
     plan, shares, taken = latent.plan, latent.shares, []
 
     def aligned(*args):
         tile, programs, division = plan(*args)
-        return tile, programs, division._replace(aligned=True, start=start, heads_apart=heads > 64)
+        return tile, programs, division._replace(aligned=most, start=start, heads_apart=heads > 64)
 
     def recorded(*args):
         share = shares(*args)

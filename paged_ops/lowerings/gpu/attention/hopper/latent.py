@@ -12,7 +12,7 @@ halves of the latents and the rotated columns have separate rings.
 
 If there are more heads than rows, the key tiles of one group of heads come first for all sequences (``heads_apart``):
 neighbouring programs then take the same tiles for different groups, and all but one find them in the L2 cache. Units of
-equal length are not divided if that makes shares little longer (``aligned``).
+equal length are not divided, or into equal pieces, if that makes shares little longer (``aligned``).
 
 Letters: R latent columns, which are keys and values, P rotated columns, which are keys only, G query heads per unit,
 B tokens per block. A unit's 64 query rows are packed (row r is token ``r // G``, head ``r % G``).
@@ -64,6 +64,7 @@ from paged_ops.lowerings.gpu.target import TRITON, Target
 ROWS = 64  # packed query rows of a unit
 KEYS = 64  # of a tile
 START = 192  # the cost of beginning a unit, in keys
+MOST_PIECES = 1 << 20  # of units of equal length: any number
 LATENT, ROTATED = 512, 64  # columns
 KEY_BYTES = gl.constexpr(2 * (LATENT + ROTATED))
 HALF = gl.constexpr(LATENT // 2)
@@ -114,7 +115,7 @@ def plan_of(rows: int, spec: Spec, target: Target, shapes: Shapes) -> Choice | s
     # Where programs may begin several units, shares count the cost.
     start = START // KEYS if 4 * shapes.S * K >= target.processors else 0
     division = tuning.division(rows, shapes.S, everyone=True)
-    return shapes.T, division._replace(heads_apart=apart, aligned=True, start=start)
+    return shapes.T, division._replace(heads_apart=apart, aligned=MOST_PIECES, start=start)
 
 
 def packed(spec: Spec, rows: int) -> Spec:

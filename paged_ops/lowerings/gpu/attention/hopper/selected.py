@@ -48,7 +48,7 @@ FEW = 16  # the most query rows that are columns of the matmuls
 STAGES = 2  # tiles in shared memory
 LOADERS, LOADERS_OF_FEW = 4, 8  # warps that copy keys, and for few query rows over rows with scales
 # Of the warps after the first ones: those that copy keys are last. Rows with scales have the numbers of a tile in them.
-REGISTERS, APART_REGISTERS, SCALED_REGISTERS = (80,), (176, 176, 56), {4: (120,), 8: (112,)}
+REGISTERS, APART_REGISTERS, SCALED_REGISTERS = (80,), (176, 176, 56), {4: (128,), 8: (112,)}
 LATENT = gl.constexpr(latent.LATENT)
 # What a part, and a merge, cost besides the tiles, in tiles: see parts_of.
 START, MERGE = 1, 2

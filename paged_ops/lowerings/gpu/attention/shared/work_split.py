@@ -78,7 +78,7 @@ def align(share, longer, total, units, longest, P, DIVISION: tl.constexpr):
     piece = (tiles - 1) // tl.maximum(P // tl.maximum(units, 1), 1) + 1
     pieces = (tiles - 1) // piece + 1
     aligned = tl.where(pieces > 1, piece, (units + P - 1) // P * longest)
-    fits = (units * longest == total) & (aligned * P <= total + total // 20)
+    fits = (units * longest == total) & (aligned * P <= total + total // 20) & (pieces <= DIVISION.aligned)
     return tl.where(fits, aligned, share), tl.where(fits, tl.where(pieces > 1, -pieces, 0), longer)
 
 
