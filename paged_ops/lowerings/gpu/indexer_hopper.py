@@ -106,30 +106,34 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def block_at(of, n, SPEC: gl.constexpr):
-    """The block of the n-th tile; 0 past the last."""
-    tile = of.part + n * of.parts
+def blocks_of(of, begin, SPEC: gl.constexpr):
+    """The blocks of 32 tiles from the begin-th on, one per lane; 0 past the last."""
+    tile = of.part + (begin + gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))) * of.parts
     return gl.load(of.table + (tile * 64 // SPEC.B) * SPEC.table, mask=tile < of.last, other=0)
 
 
 @gluon.jit
 def load_tiles(desc, scale_desc, of, shared, SPEC: gl.constexpr):
-    """Load the tiles of a program; block ids four tiles ahead."""
+    """Load the tiles of a program. Block ids come 32 at a time, and 32 ahead: if one is loaded per tile, the loop waits
+    for it, and tiles are loaded as slowly as ids."""
     KEY: gl.constexpr = SPEC.key
     CHUNKS: gl.constexpr = 1 if SPEC.eight_bits else 2
     BYTES: gl.constexpr = 64 * 128 * CHUNKS + (256 if SPEC.token_scales else 0)
-    b0, b1, b2, b3 = block_at(of, 0, SPEC), block_at(of, 1, SPEC), block_at(of, 2, SPEC), block_at(of, 3, SPEC)
-    for n in range(of.many):
-        tile = of.part + n * of.parts
-        row = b0 * (KEY.n // KEY.b) + tile * 64 % SPEC.B
-        ring.wait_empty(shared.ring, n)
-        place, full = ring.stage_of(shared.ring, n), ring.full_of(shared.ring, n)
-        ring.expect(shared.ring, n, BYTES)
-        for chunk in gl.static_range(CHUNKS):
-            load_box(desc, [row, chunk * 64], full, shared.pages.index(place * CHUNKS + chunk))
-        if SPEC.token_scales:
-            load_box(scale_desc, [b0, tile * 64 % SPEC.B], full, shared.scale_pages.index(place))
-        b0, b1, b2, b3 = b1, b2, b3, block_at(of, n + 4, SPEC)
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    ids = blocks_of(of, 0, SPEC)
+    for begin in range(0, of.many, 32):
+        next_ids = blocks_of(of, begin + 32, SPEC)
+        for n in range(begin, gl.minimum(begin + 32, of.many)):
+            block, inside = gl.sum(gl.where(lane == n - begin, ids, 0), 0), (of.part + n * of.parts) * 64 % SPEC.B
+            ring.wait_empty(shared.ring, n)
+            place, full = ring.stage_of(shared.ring, n), ring.full_of(shared.ring, n)
+            ring.expect(shared.ring, n, BYTES)
+            for chunk in gl.static_range(CHUNKS):
+                row = block * (KEY.n // KEY.b) + inside
+                load_box(desc, [row, chunk * 64], full, shared.pages.index(place * CHUNKS + chunk))
+            if SPEC.token_scales:
+                load_box(scale_desc, [block, inside], full, shared.scale_pages.index(place))
+        ids = next_ids
 
 
 @gluon.jit
@@ -179,11 +183,11 @@ def next_tile(acc, scales, n, of, out, zero, shared, SPEC: gl.constexpr, TILE: g
         new_scales = shared.scales.index(ring.stage_of(shared.ring, n)).load(scales.type.layout)
     new = multiply(n, shared, zero, SPEC)
     if SPEC.eight_bits:  # its keys are in registers
-        ring.release(shared.ring, n)
+        ring.release_each(shared.ring, n)
     store_scores(acc, scales, of.part + (n - 1) * of.parts, out, SPEC, TILE)
     new = warpgroup_mma_wait(0, deps=[new])
     if not SPEC.eight_bits:
-        ring.release(shared.ring, n)
+        ring.release_each(shared.ring, n)
     return new, new_scales
 
 
@@ -242,7 +246,7 @@ def score_tiles(out, of, tensors, t, scale, shared, SPEC: gl.constexpr, TILE: gl
         scales = shared.scales.index(0).load(scales.type.layout)
     acc = multiply(0, shared, zero, SPEC)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    ring.release(shared.ring, 0)
+    ring.release_each(shared.ring, 0)
     # Two tiles per step: then no scores move from register to register.
     for n in range(1, of.many - 1, 2):
         new, new_scales = next_tile(acc, scales, n, of, out, zero, shared, SPEC, TILE)
@@ -260,6 +264,7 @@ def scores_hopper_kernel(
 ):  # fmt: skip
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     M: gl.constexpr = TILE.HP
     STORED: gl.constexpr = gl.float16 if SPEC.eight_bits else tensors.query.dtype.element_ty
     CHUNKS: gl.constexpr = 1 if SPEC.eight_bits else 2
@@ -273,7 +278,7 @@ def scores_hopper_kernel(
         scales = reinterpret(scale_pages, gl.float32, [STAGES, 64], vector)
     if SPEC.eight_bits and tensors.query.dtype.element_ty == gl.bfloat16:
         powers = gl.allocate_shared_memory(gl.float32, [M], vector)
-    shared = Memory(queries, pages, scales, scale_pages, powers, ring.ring_of(STAGES, 1, 1))
+    shared = Memory(queries, pages, scales, scale_pages, powers, ring.ring_of(STAGES, 1, 128))
     fence_async_shared()
 
     t = first + gl.program_id(0)
@@ -307,5 +312,3 @@ def scores_hopper_kernel(
             [1],
             [24],
         )
-    if PDL:
-        gdc_launch_dependents()  # last: the next kernel reads what was written here

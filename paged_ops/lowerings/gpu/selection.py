@@ -57,8 +57,6 @@ def select_kernel(
     SPEC: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, SCAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One list."""
-    if PDL:
-        gdc_wait()
     CHUNK: tl.constexpr = TILE.CHUNK
     RUN: tl.constexpr = 2 if CHUNK == 2 else 4  # entries of a thread that are adjacent
     G: tl.constexpr = SPEC.heads if SPEC.per_head else 1
@@ -74,6 +72,8 @@ def select_kernel(
     out = tensors.selected + (first.to(tl.int64) * G + list_) * k
     runs = tl.arange(0, SCAN // RUN) * RUN
     at = runs[:, None] + tl.arange(0, RUN)[None, :]
+    if PDL:
+        gdc_wait()  # the first kernel waited for what was read so far
     if count > k:
         n = count
         chunks = tl.cdiv(count, CHUNK)
@@ -89,16 +89,15 @@ def select_kernel(
                 kept += total
             tl.debug_barrier()
             n = tl.full((), 0, tl.int32)
+            e, order = entries_of(0, maxima, scores, kept, count, CHUNK, RUN, SCAN)
             for x in range(0, kept * CHUNK, SCAN):
-                exists = x + runs < kept * CHUNK
-                chunk = tl.load(maxima + (x + runs) // CHUNK, mask=exists, other=0)
-                e = (chunk * CHUNK + runs % CHUNK)[:, None] + tl.arange(0, RUN)[None, :]
-                order = tl.load(scores + e, mask=exists[:, None] & (e < count), other=NEVER)
+                next_e, next_order = entries_of(x + SCAN, maxima, scores, kept, count, CHUNK, RUN, SCAN)
                 keep = order >= bound
                 until, total = running_sums(keep.to(tl.int32))
                 tl.store(scores + n + until - 1, order, mask=keep)
                 tl.store(listed + n + until - 1, e, mask=keep)
                 n += total
+                e, order = next_e, next_order
             tl.debug_barrier()
         kth, above = kth_largest(scores, n, k, 0, AT_ONCE, SCAN)
         equal = k - above  # of the entries that are equal to the k-th largest, those that are taken
@@ -124,6 +123,16 @@ def select_kernel(
 
 
 @triton.jit
+def entries_of(x, listed, scores, kept, count, CHUNK: tl.constexpr, RUN: tl.constexpr, SCAN: tl.constexpr):
+    """SCAN entries of the listed chunks, from the x-th on, and their scores."""
+    x = x + tl.arange(0, SCAN // RUN) * RUN
+    exists = x < kept * CHUNK
+    chunk = tl.load(listed + x // CHUNK, mask=exists, other=0)
+    e = (chunk * CHUNK + x % CHUNK)[:, None] + tl.arange(0, RUN)[None, :]
+    return e, tl.load(scores + e, mask=exists[:, None] & (e < count), other=NEVER)
+
+
+@triton.jit
 def running_sums(numbers):
     """The sum of the numbers ``[R, C]``, in the order of memory, up to each of them; and of all."""
     of_rows = tl.sum(numbers, 1)
@@ -137,30 +146,63 @@ def kth_largest(values, n, k, slack, AT_ONCE: tl.constexpr, SCAN: tl.constexpr):
     many are certainly above: if only k reach it, 0, as all of those count as equal."""
     at, more = tl.arange(0, AT_ONCE), AT_ONCE + tl.arange(0, SCAN)
     numbers = tl.load(values + at, mask=at < n, other=NEVER)  # the first stay in registers
-    smallest, largest = tl.min(tl.where(at < n, numbers, ALWAYS), 0), tl.max(numbers, 0)
+    smallest, largest = range_of(numbers, at < n)
     for x in range(0, n - AT_ONCE, SCAN):
         number = tl.load(values + x + more, mask=x + more < n, other=NEVER)
-        smallest = tl.minimum(smallest, tl.min(tl.where(x + more < n, number, ALWAYS), 0))
-        largest = tl.maximum(largest, tl.max(number, 0))
+        lower, higher = range_of(number, x + more < n)
+        smallest, largest = tl.minimum(smallest, lower), tl.maximum(largest, higher)
     least, end = smallest.to(tl.int64), largest.to(tl.int64) + 1
     above = tl.full((), 0, tl.int32)  # numbers that reach the end of the interval
     while end - least > 1:
-        middle = (least + (end - least) // 2).to(tl.int32)
-        reached = tl.sum((numbers >= middle).to(tl.int32), 0)
+        quarter = (end - least) // 4
+        m2 = least + (end - least) // 2
+        m1, m3 = least + quarter, m2 + quarter
+        r1, r2, r3 = reaches(numbers, m1, m2, m3)
         if n > AT_ONCE:
-            reach = tl.zeros((SCAN,), tl.int32)
             for x in range(0, n - AT_ONCE, SCAN):
-                reach += (tl.load(values + x + more, mask=x + more < n, other=NEVER) >= middle).to(tl.int32)
-            reached += tl.sum(reach, 0)
-        if reached < k:
-            end = middle.to(tl.int64)
-            above = reached
+                number = tl.load(values + x + more, mask=x + more < n, other=NEVER)
+                o1, o2, o3 = reaches(number, m1, m2, m3)
+                r1, r2, r3 = r1 + o1, r2 + o2, r3 + o3
+        if r1 < k:
+            end, above = m1, r1
         else:
-            least = middle.to(tl.int64)
+            reached = r1
+            least = m1
+            if r2 < k:
+                end, above = m2, r2
+            elif r3 < k:
+                reached = r2
+                least, end, above = m2, m3, r3
+            else:
+                reached = r3
+                least = m3
             if reached <= k + slack:
                 end = least + 1
                 above *= 0
     return least.to(tl.int32), above
+
+
+@triton.jit
+def reaches(numbers, m1, m2, m3):
+    """How many numbers reach each of three."""
+    a, b, c = numbers >= m1.to(tl.int32), numbers >= m2.to(tl.int32), numbers >= m3.to(tl.int32)
+    return tl.reduce((a.to(tl.int32), b.to(tl.int32), c.to(tl.int32)), 0, _add_each)
+
+
+@triton.jit
+def _add_each(a0, b0, c0, a1, b1, c1):
+    return a0 + a1, b0 + b1, c0 + c1
+
+
+@triton.jit
+def range_of(numbers, live):
+    """The smallest and the largest of some numbers."""
+    return tl.reduce((tl.where(live, numbers, ALWAYS), numbers), 0, _widest)
+
+
+@triton.jit
+def _widest(a0, b0, a1, b1):
+    return tl.minimum(a0, a1), tl.maximum(b0, b1)
 
 
 @triton.jit
