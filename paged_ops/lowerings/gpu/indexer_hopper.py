@@ -31,6 +31,7 @@ N = 64  # keys of a tile
 ROOM, REGISTERS = {16: 3, 32: 3, 64: 3, 128: 2}, {16: 80, 32: 80, 64: 80, 128: 128}
 ROUNDS = 5  # programs per room, at most: several, for uneven sequences
 STAGES, STAGES_OF_FP8 = 3, 6  # tiles in shared memory
+SENT = tl.constexpr(4)  # tiles whose scores may wait to be stored
 # The options that the kernel applies; with others scores_kernel serves. The layout of keys says what their format is.
 APPLIES = frozenset({"weights", "scale", "relu", "causal", "k_scale", "kv_cache_dtype"})
 HEADS = 16, 32, 64, 128
@@ -103,6 +104,8 @@ class Memory(NamedTuple):
     scale_pages: Any  # and as TMA writes them
     powers: Any  # that queries are divided by
     ring: Any
+    sums: Any  # the scores of some tiles
+    sums_ring: Any
 
 
 @gluon.jit
@@ -137,10 +140,28 @@ def load_tiles(desc, scale_desc, of, shared, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def store_scores(score, scales, tile, out, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """The scores of a tile from those of its heads ``[64, M]``."""
-    weight, factor, keys, scores, maxima = out
+def store_tiles(keys, scores, maxima, of, shared, SPEC: gl.constexpr, TILE: gl.constexpr):
+    """Store the scores of the tiles of a program as their order, and the largest of each chunk."""
     CHUNK: gl.constexpr = TILE.CHUNK
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    for n in range(of.many):
+        tile = of.part + n * of.parts
+        ring.wait_full(shared.sums_ring, n)
+        total = shared.sums.index(ring.stage_of(shared.sums_ring, n)).load(layout)
+        ring.release(shared.sums_ring, n)
+        total = gl.where(total == total, total, float("-inf")) + 0.0  # -0 becomes 0
+        j = tile * 64 + gl.arange(0, 64, layout)
+        order = total.to(gl.int32, bitcast=True)
+        order = order ^ ((order >> 31) & 0x7FFFFFFF)
+        order = gl.where(j < keys, order, NEVER)
+        gl.store(scores + j, order)
+        largest = gl.max(order.reshape([64 // CHUNK, CHUNK]), 1)
+        gl.store(maxima + tile * (64 // CHUNK) + gl.arange(0, 64 // CHUNK, largest.type.layout), largest)
+
+
+@gluon.jit
+def send_scores(score, scales, n, weight, factor, shared, SPEC: gl.constexpr):
+    """The scores of the n-th tile from those of its heads ``[64, M]``, for the warp that stores them."""
     if SPEC.relu:
         score = gl.maximum(score, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if SPEC.weighted:
@@ -148,14 +169,9 @@ def store_scores(score, scales, tile, out, SPEC: gl.constexpr, TILE: gl.constexp
     total = gl.sum(score, 1) * factor
     if SPEC.token_scales:
         total = total * scales
-    total = gl.where(total == total, total, float("-inf")) + 0.0  # -0 becomes 0
-    j = tile * 64 + gl.arange(0, 64, total.type.layout)
-    order = total.to(gl.int32, bitcast=True)
-    order = order ^ ((order >> 31) & 0x7FFFFFFF)
-    order = gl.where(j < keys, order, NEVER)
-    gl.store(scores + j, order)
-    largest = gl.max(order.reshape([64 // CHUNK, CHUNK]), 1)
-    gl.store(maxima + tile * (64 // CHUNK) + gl.arange(0, 64 // CHUNK, largest.type.layout), largest)
+    ring.wait_empty(shared.sums_ring, n)
+    shared.sums.index(ring.stage_of(shared.sums_ring, n)).store(total)
+    ring.fill(shared.sums_ring, n)
 
 
 @gluon.jit
@@ -175,8 +191,8 @@ def multiply(n, shared, zero, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def next_tile(acc, scales, n, of, out, zero, shared, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """Multiply the n-th tile of a program, and store the scores ``acc`` of the tile before."""
+def next_tile(acc, scales, n, weight, factor, zero, shared, SPEC: gl.constexpr):
+    """Multiply the n-th tile of a program, and send the scores ``acc`` of the tile before."""
     ring.wait_full(shared.ring, n)
     new_scales = scales
     if SPEC.token_scales:
@@ -184,7 +200,7 @@ def next_tile(acc, scales, n, of, out, zero, shared, SPEC: gl.constexpr, TILE: g
     new = multiply(n, shared, zero, SPEC)
     if SPEC.eight_bits:  # its keys are in registers
         ring.release_each(shared.ring, n)
-    store_scores(acc, scales, of.part + (n - 1) * of.parts, out, SPEC, TILE)
+    send_scores(acc, scales, n - 1, weight, factor, shared, SPEC)
     new = warpgroup_mma_wait(0, deps=[new])
     if not SPEC.eight_bits:
         ring.release_each(shared.ring, n)
@@ -219,10 +235,9 @@ def load_queries(t, negative, tensors, shared, SPEC: gl.constexpr, TILE: gl.cons
 
 
 @gluon.jit
-def score_tiles(out, of, tensors, t, scale, shared, SPEC: gl.constexpr, TILE: gl.constexpr):
+def score_tiles(of, tensors, t, scale, shared, SPEC: gl.constexpr, TILE: gl.constexpr):
     """The scores of the tiles of a program."""
     M: gl.constexpr = TILE.HP
-    keys, scores, maxima = out
     factor = scale
     if SPEC.has_scale:
         factor = scale * gl.load(tensors.k_scale)
@@ -238,7 +253,6 @@ def score_tiles(out, of, tensors, t, scale, shared, SPEC: gl.constexpr, TILE: gl
         weight = gl.load(of_token + head * SPEC.weights[1]).to(gl.float32)
     if shared.powers is not None:
         weight = weight * shared.powers.load(columns)
-    out = (weight, factor, keys, scores, maxima)
     zero = gl.full([64, M], 0.0, gl.float32, layout)
     scales = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, layout))
     ring.wait_full(shared.ring, 0)
@@ -249,11 +263,11 @@ def score_tiles(out, of, tensors, t, scale, shared, SPEC: gl.constexpr, TILE: gl
     ring.release_each(shared.ring, 0)
     # Two tiles per step: then no scores move from register to register.
     for n in range(1, of.many - 1, 2):
-        new, new_scales = next_tile(acc, scales, n, of, out, zero, shared, SPEC, TILE)
-        acc, scales = next_tile(new, new_scales, n + 1, of, out, zero, shared, SPEC, TILE)
+        new, new_scales = next_tile(acc, scales, n, weight, factor, zero, shared, SPEC)
+        acc, scales = next_tile(new, new_scales, n + 1, weight, factor, zero, shared, SPEC)
     if of.many % 2 == 0:
-        acc, scales = next_tile(acc, scales, of.many - 1, of, out, zero, shared, SPEC, TILE)
-    store_scores(acc, scales, of.part + (of.many - 1) * of.parts, out, SPEC, TILE)
+        acc, scales = next_tile(acc, scales, of.many - 1, weight, factor, zero, shared, SPEC)
+    send_scores(acc, scales, of.many - 1, weight, factor, shared, SPEC)
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -278,7 +292,9 @@ def scores_hopper_kernel(
         scales = reinterpret(scale_pages, gl.float32, [STAGES, 64], vector)
     if SPEC.eight_bits and tensors.query.dtype.element_ty == gl.bfloat16:
         powers = gl.allocate_shared_memory(gl.float32, [M], vector)
-    shared = Memory(queries, pages, scales, scale_pages, powers, ring.ring_of(STAGES, 1, 128))
+    sums = gl.allocate_shared_memory(gl.float32, [SENT, 64], vector)
+    tile_ring, sums_ring = ring.ring_of(STAGES, 1, 128), ring.ring_of(SENT, 1, 1)
+    shared = Memory(queries, pages, scales, scale_pages, powers, tile_ring, sums, sums_ring)
     fence_async_shared()
 
     t = first + gl.program_id(0)
@@ -303,12 +319,12 @@ def scores_hopper_kernel(
         of = Tiles(tensors.block_tables + s.to(gl.int64) * table_stride, last, part, parts, many)
         scores = tensors.scores + (t - first).to(gl.int64) * width
         maxima = tensors.maxima + (t - first).to(gl.int64) * (width // TILE.CHUNK)
-        out = (keys, scores, maxima)
         gl.warp_specialize(
             [
-                (score_tiles, (out, of, tensors, t, scale, shared, SPEC, TILE)),
+                (score_tiles, (of, tensors, t, scale, shared, SPEC, TILE)),
                 (load_tiles, (desc, scale_desc, of, shared, SPEC)),
+                (store_tiles, (keys, scores, maxima, of, shared, SPEC, TILE)),
             ],
-            [1],
-            [24],
+            [1, 1],
+            [24, 24],
         )
