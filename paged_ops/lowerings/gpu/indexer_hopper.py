@@ -31,7 +31,6 @@ N = 64  # keys of a tile
 ROOM, REGISTERS = {16: 3, 32: 3, 64: 3, 128: 2}, {16: 80, 32: 80, 64: 80, 128: 128}
 ROUNDS = 5  # programs per room, at most: several, for uneven sequences
 STAGES, STAGES_OF_FP8 = 3, 6  # tiles in shared memory
-SENT = tl.constexpr(4)  # tiles whose scores may wait to be stored
 # The options that the kernel applies; with others scores_kernel serves. The layout of keys says what their format is.
 APPLIES = frozenset({"weights", "scale", "relu", "causal", "k_scale", "kv_cache_dtype"})
 HEADS = 16, 32, 64, 128
@@ -104,64 +103,40 @@ class Memory(NamedTuple):
     scale_pages: Any  # and as TMA writes them
     powers: Any  # that queries are divided by
     ring: Any
-    sums: Any  # the scores of some tiles
-    sums_ring: Any
 
 
 @gluon.jit
-def blocks_of(of, begin, SPEC: gl.constexpr):
-    """The blocks of 32 tiles from the begin-th on, one per lane; 0 past the last."""
-    tile = of.part + (begin + gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))) * of.parts
+def block_at(of, n, SPEC: gl.constexpr):
+    """The block of the n-th tile; 0 past the last."""
+    tile = of.part + n * of.parts
     return gl.load(of.table + (tile * 64 // SPEC.B) * SPEC.table, mask=tile < of.last, other=0)
 
 
 @gluon.jit
 def load_tiles(desc, scale_desc, of, shared, SPEC: gl.constexpr):
-    """Load the tiles of a program. Block ids come 32 at a time, and 32 ahead: if one is loaded per tile, the loop waits
-    for it, and tiles are loaded as slowly as ids."""
+    """Load the tiles of a program; block ids four tiles ahead."""
     KEY: gl.constexpr = SPEC.key
     CHUNKS: gl.constexpr = 1 if SPEC.eight_bits else 2
     BYTES: gl.constexpr = 64 * 128 * CHUNKS + (256 if SPEC.token_scales else 0)
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    ids = blocks_of(of, 0, SPEC)
-    for begin in range(0, of.many, 32):
-        next_ids = blocks_of(of, begin + 32, SPEC)
-        for n in range(begin, gl.minimum(begin + 32, of.many)):
-            block, inside = gl.sum(gl.where(lane == n - begin, ids, 0), 0), (of.part + n * of.parts) * 64 % SPEC.B
-            ring.wait_empty(shared.ring, n)
-            place, full = ring.stage_of(shared.ring, n), ring.full_of(shared.ring, n)
-            ring.expect(shared.ring, n, BYTES)
-            for chunk in gl.static_range(CHUNKS):
-                row = block * (KEY.n // KEY.b) + inside
-                load_box(desc, [row, chunk * 64], full, shared.pages.index(place * CHUNKS + chunk))
-            if SPEC.token_scales:
-                load_box(scale_desc, [block, inside], full, shared.scale_pages.index(place))
-        ids = next_ids
-
-
-@gluon.jit
-def store_tiles(keys, scores, maxima, of, shared, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """Store the scores of the tiles of a program as their order, and the largest of each chunk."""
-    CHUNK: gl.constexpr = TILE.CHUNK
-    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    b0, b1, b2, b3 = block_at(of, 0, SPEC), block_at(of, 1, SPEC), block_at(of, 2, SPEC), block_at(of, 3, SPEC)
     for n in range(of.many):
         tile = of.part + n * of.parts
-        ring.wait_full(shared.sums_ring, n)
-        total = shared.sums.index(ring.stage_of(shared.sums_ring, n)).load(layout)
-        ring.release(shared.sums_ring, n)
-        total = gl.where(total == total, total, float("-inf")) + 0.0  # -0 becomes 0
-        j = tile * 64 + gl.arange(0, 64, layout)
-        order = total.to(gl.int32, bitcast=True)
-        order = order ^ ((order >> 31) & 0x7FFFFFFF)
-        order = gl.where(j < keys, order, NEVER)
-        gl.store(scores + j, order)
-        largest = gl.max(order.reshape([64 // CHUNK, CHUNK]), 1)
-        gl.store(maxima + tile * (64 // CHUNK) + gl.arange(0, 64 // CHUNK, largest.type.layout), largest)
+        row = b0 * (KEY.n // KEY.b) + tile * 64 % SPEC.B
+        ring.wait_empty(shared.ring, n)
+        place, full = ring.stage_of(shared.ring, n), ring.full_of(shared.ring, n)
+        ring.expect(shared.ring, n, BYTES)
+        for chunk in gl.static_range(CHUNKS):
+            load_box(desc, [row, chunk * 64], full, shared.pages.index(place * CHUNKS + chunk))
+        if SPEC.token_scales:
+            load_box(scale_desc, [b0, tile * 64 % SPEC.B], full, shared.scale_pages.index(place))
+        b0, b1, b2, b3 = b1, b2, b3, block_at(of, n + 4, SPEC)
 
 
 @gluon.jit
-def send_scores(score, scales, n, weight, factor, shared, SPEC: gl.constexpr):
-    """The scores of the n-th tile from those of its heads ``[64, M]``, for the warp that stores them."""
+def store_scores(score, scales, tile, out, SPEC: gl.constexpr, TILE: gl.constexpr):
+    """The scores of a tile from those of its heads ``[64, M]``."""
+    weight, factor, keys, scores, maxima = out
+    CHUNK: gl.constexpr = TILE.CHUNK
     if SPEC.relu:
         score = gl.maximum(score, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if SPEC.weighted:
@@ -169,9 +144,14 @@ def send_scores(score, scales, n, weight, factor, shared, SPEC: gl.constexpr):
     total = gl.sum(score, 1) * factor
     if SPEC.token_scales:
         total = total * scales
-    ring.wait_empty(shared.sums_ring, n)
-    shared.sums.index(ring.stage_of(shared.sums_ring, n)).store(total)
-    ring.fill(shared.sums_ring, n)
+    total = gl.where(total == total, total, float("-inf")) + 0.0  # -0 becomes 0
+    j = tile * 64 + gl.arange(0, 64, total.type.layout)
+    order = total.to(gl.int32, bitcast=True)
+    order = order ^ ((order >> 31) & 0x7FFFFFFF)
+    order = gl.where(j < keys, order, NEVER)
+    gl.store(scores + j, order)
+    largest = gl.max(order.reshape([64 // CHUNK, CHUNK]), 1)
+    gl.store(maxima + tile * (64 // CHUNK) + gl.arange(0, 64 // CHUNK, largest.type.layout), largest)
 
 
 @gluon.jit
@@ -191,19 +171,19 @@ def multiply(n, shared, zero, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def next_tile(acc, scales, n, weight, factor, zero, shared, SPEC: gl.constexpr):
-    """Multiply the n-th tile of a program, and send the scores ``acc`` of the tile before."""
+def next_tile(acc, scales, n, of, out, zero, shared, SPEC: gl.constexpr, TILE: gl.constexpr):
+    """Multiply the n-th tile of a program, and store the scores ``acc`` of the tile before."""
     ring.wait_full(shared.ring, n)
     new_scales = scales
     if SPEC.token_scales:
         new_scales = shared.scales.index(ring.stage_of(shared.ring, n)).load(scales.type.layout)
     new = multiply(n, shared, zero, SPEC)
     if SPEC.eight_bits:  # its keys are in registers
-        ring.release_each(shared.ring, n)
-    send_scores(acc, scales, n - 1, weight, factor, shared, SPEC)
+        ring.release(shared.ring, n)
+    store_scores(acc, scales, of.part + (n - 1) * of.parts, out, SPEC, TILE)
     new = warpgroup_mma_wait(0, deps=[new])
     if not SPEC.eight_bits:
-        ring.release_each(shared.ring, n)
+        ring.release(shared.ring, n)
     return new, new_scales
 
 
@@ -235,9 +215,10 @@ def load_queries(t, negative, tensors, shared, SPEC: gl.constexpr, TILE: gl.cons
 
 
 @gluon.jit
-def score_tiles(of, tensors, t, scale, shared, SPEC: gl.constexpr, TILE: gl.constexpr):
+def score_tiles(out, of, tensors, t, scale, shared, SPEC: gl.constexpr, TILE: gl.constexpr):
     """The scores of the tiles of a program."""
     M: gl.constexpr = TILE.HP
+    keys, scores, maxima = out
     factor = scale
     if SPEC.has_scale:
         factor = scale * gl.load(tensors.k_scale)
@@ -253,6 +234,7 @@ def score_tiles(of, tensors, t, scale, shared, SPEC: gl.constexpr, TILE: gl.cons
         weight = gl.load(of_token + head * SPEC.weights[1]).to(gl.float32)
     if shared.powers is not None:
         weight = weight * shared.powers.load(columns)
+    out = (weight, factor, keys, scores, maxima)
     zero = gl.full([64, M], 0.0, gl.float32, layout)
     scales = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, layout))
     ring.wait_full(shared.ring, 0)
@@ -260,14 +242,14 @@ def score_tiles(of, tensors, t, scale, shared, SPEC: gl.constexpr, TILE: gl.cons
         scales = shared.scales.index(0).load(scales.type.layout)
     acc = multiply(0, shared, zero, SPEC)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    ring.release_each(shared.ring, 0)
+    ring.release(shared.ring, 0)
     # Two tiles per step: then no scores move from register to register.
     for n in range(1, of.many - 1, 2):
-        new, new_scales = next_tile(acc, scales, n, weight, factor, zero, shared, SPEC)
-        acc, scales = next_tile(new, new_scales, n + 1, weight, factor, zero, shared, SPEC)
+        new, new_scales = next_tile(acc, scales, n, of, out, zero, shared, SPEC, TILE)
+        acc, scales = next_tile(new, new_scales, n + 1, of, out, zero, shared, SPEC, TILE)
     if of.many % 2 == 0:
-        acc, scales = next_tile(acc, scales, of.many - 1, weight, factor, zero, shared, SPEC)
-    send_scores(acc, scales, of.many - 1, weight, factor, shared, SPEC)
+        acc, scales = next_tile(acc, scales, of.many - 1, of, out, zero, shared, SPEC, TILE)
+    store_scores(acc, scales, of.part + (of.many - 1) * of.parts, out, SPEC, TILE)
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -278,7 +260,6 @@ def scores_hopper_kernel(
 ):  # fmt: skip
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     M: gl.constexpr = TILE.HP
     STORED: gl.constexpr = gl.float16 if SPEC.eight_bits else tensors.query.dtype.element_ty
     CHUNKS: gl.constexpr = 1 if SPEC.eight_bits else 2
@@ -292,9 +273,7 @@ def scores_hopper_kernel(
         scales = reinterpret(scale_pages, gl.float32, [STAGES, 64], vector)
     if SPEC.eight_bits and tensors.query.dtype.element_ty == gl.bfloat16:
         powers = gl.allocate_shared_memory(gl.float32, [M], vector)
-    sums = gl.allocate_shared_memory(gl.float32, [SENT, 64], vector)
-    tile_ring, sums_ring = ring.ring_of(STAGES, 1, 128), ring.ring_of(SENT, 1, 1)
-    shared = Memory(queries, pages, scales, scale_pages, powers, tile_ring, sums, sums_ring)
+    shared = Memory(queries, pages, scales, scale_pages, powers, ring.ring_of(STAGES, 1, 1))
     fence_async_shared()
 
     t = first + gl.program_id(0)
@@ -319,12 +298,14 @@ def scores_hopper_kernel(
         of = Tiles(tensors.block_tables + s.to(gl.int64) * table_stride, last, part, parts, many)
         scores = tensors.scores + (t - first).to(gl.int64) * width
         maxima = tensors.maxima + (t - first).to(gl.int64) * (width // TILE.CHUNK)
+        out = (keys, scores, maxima)
         gl.warp_specialize(
             [
-                (score_tiles, (of, tensors, t, scale, shared, SPEC, TILE)),
+                (score_tiles, (out, of, tensors, t, scale, shared, SPEC, TILE)),
                 (load_tiles, (desc, scale_desc, of, shared, SPEC)),
-                (store_tiles, (keys, scores, maxima, of, shared, SPEC, TILE)),
             ],
-            [1, 1],
-            [24, 24],
+            [1],
+            [24],
         )
+    if PDL:
+        gdc_launch_dependents()  # last: the next kernel reads what was written here

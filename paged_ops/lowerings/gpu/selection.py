@@ -3,9 +3,9 @@
 One program per list. A number that about k maxima of chunks reach is a bound: at least k entries reach it. The program
 lists the chunks that do, and their entries that do (about 2400 of 131072 independent scores, for k =
 2048 and chunks of 16), and finds the k-th largest of them. Both searches halve an interval of integers until k numbers
-are above; the first AT_ONCE numbers stay in registers. What is listed is in the order of positions: entries above the
-k-th largest are taken, and of those equal to it the first. With at most k chunks there is no bound, and all entries are
-searched, as in the worst case, where the bound excludes nothing.
+are above; the first AT_ONCE numbers stay in registers. What is listed is in the order of positions, and its scores
+replace those that were read: entries above the k-th largest are taken, and of those equal to it the first. With at most
+k chunks there is no bound, and all entries are searched, as in the worst case, where the bound excludes nothing.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ def select_kernel(
     SPEC: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, SCAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One list."""
+    if PDL:
+        gdc_wait()
     CHUNK: tl.constexpr = TILE.CHUNK
     RUN: tl.constexpr = 2 if CHUNK == 2 else 4  # entries of a thread that are adjacent
     G: tl.constexpr = SPEC.heads if SPEC.per_head else 1
@@ -72,15 +74,13 @@ def select_kernel(
     out = tensors.selected + (first.to(tl.int64) * G + list_) * k
     runs = tl.arange(0, SCAN // RUN) * RUN
     at = runs[:, None] + tl.arange(0, RUN)[None, :]
-    if PDL:
-        gdc_wait()
     if count > k:
         n = count
         chunks = tl.cdiv(count, CHUNK)
         bounded = (CHUNK > 1) & (chunks > k)
         if bounded:
-            bound = kth_largest(maxima, listed, False, chunks, k, k // 16, AT_ONCE, SCAN)[0]
-            # The list replaces the maxima: it is never ahead of what was read, and a scan waits for all threads' loads.
+            bound = kth_largest(maxima, chunks, k, k // 16, AT_ONCE, SCAN)[0]
+            # What is kept replaces what was read: it is never ahead of it, and a scan waits for all threads' loads.
             kept = tl.full((), 0, tl.int32)
             for x in range(0, chunks, SCAN):
                 keep = tl.load(maxima + x + at, mask=x + at < chunks, other=NEVER) >= bound
@@ -89,30 +89,25 @@ def select_kernel(
                 kept += total
             tl.debug_barrier()
             n = tl.full((), 0, tl.int32)
-            line, column = tl.arange(0, SCAN // CHUNK), tl.arange(0, CHUNK)
-            for x in range(0, kept, SCAN // CHUNK):
-                exists = x + line < kept
-                e = tl.load(maxima + x + line, mask=exists, other=0) * CHUNK
-                entry = e[:, None] + column[None, :]
-                order = tl.load(scores + entry, mask=exists[:, None] & (entry < count), other=NEVER)
-                # A bit for each entry that is kept, and their number. Most chunks keep one.
-                bits = tl.sum(tl.where(order >= bound, (1 << 16) + (1 << column)[None, :], 0), 1)
-                number = bits >> 16
-                bits &= 0xFFFF
-                place = n + tl.cumsum(number, 0) - number
-                n += tl.sum(number, 0)
-                for _ in range(0, tl.max(number, 0)):
-                    lowest = (bits & -bits).to(tl.float32).to(tl.int32, bitcast=True)  # its exponent says which it is
-                    tl.store(listed + place, e + (lowest >> 23) - 127, mask=bits != 0)
-                    bits &= bits - 1
-                    place += 1
+            for x in range(0, kept * CHUNK, SCAN):
+                exists = x + runs < kept * CHUNK
+                chunk = tl.load(maxima + (x + runs) // CHUNK, mask=exists, other=0)
+                e = (chunk * CHUNK + runs % CHUNK)[:, None] + tl.arange(0, RUN)[None, :]
+                order = tl.load(scores + e, mask=exists[:, None] & (e < count), other=NEVER)
+                keep = order >= bound
+                until, total = running_sums(keep.to(tl.int32))
+                tl.store(scores + n + until - 1, order, mask=keep)
+                tl.store(listed + n + until - 1, e, mask=keep)
+                n += total
             tl.debug_barrier()
-        kth, above = kth_largest(scores, listed, bounded, n, k, 0, AT_ONCE, SCAN)
+        kth, above = kth_largest(scores, n, k, 0, AT_ONCE, SCAN)
         equal = k - above  # of the entries that are equal to the k-th largest, those that are taken
         written = tl.full((), 0, tl.int32)
         for x in range(0, n, SCAN):
             exists = x + at < n
-            e, order = number_at(scores, listed, bounded, x + at, n)
+            order = tl.load(scores + x + at, mask=exists, other=NEVER)
+            e = tl.load(listed + x + at, mask=exists & bounded, other=0)
+            e = tl.where(bounded, e, x + at)
             is_above, is_equal = order > kth, exists & (order == kth)
             until, total = running_sums(is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16))  # two counts
             take = is_above | (is_equal & ((until >> 16) <= equal))
@@ -137,22 +132,14 @@ def running_sums(numbers):
 
 
 @triton.jit
-def number_at(values, listed, is_listed, x, n):
-    """The places of the x-th of n numbers, which is the x-th that is listed if there is a list; and the numbers."""
-    place = tl.load(listed + x, mask=(x < n) & is_listed, other=0)
-    place = tl.where(is_listed, place, x)
-    return place, tl.load(values + place, mask=x < n, other=NEVER)
-
-
-@triton.jit
-def kth_largest(values, listed, is_listed, n, k, slack, AT_ONCE: tl.constexpr, SCAN: tl.constexpr):
+def kth_largest(values, n, k, slack, AT_ONCE: tl.constexpr, SCAN: tl.constexpr):
     """The k-th largest of n >= k int32 numbers, or a smaller number that k to k + ``slack`` of them reach. Also, how
     many are certainly above: if only k reach it, 0, as all of those count as equal."""
     at, more = tl.arange(0, AT_ONCE), AT_ONCE + tl.arange(0, SCAN)
-    numbers = number_at(values, listed, is_listed, at, n)[1]  # the first stay in registers
+    numbers = tl.load(values + at, mask=at < n, other=NEVER)  # the first stay in registers
     smallest, largest = tl.min(tl.where(at < n, numbers, ALWAYS), 0), tl.max(numbers, 0)
     for x in range(0, n - AT_ONCE, SCAN):
-        number = number_at(values, listed, is_listed, x + more, n)[1]
+        number = tl.load(values + x + more, mask=x + more < n, other=NEVER)
         smallest = tl.minimum(smallest, tl.min(tl.where(x + more < n, number, ALWAYS), 0))
         largest = tl.maximum(largest, tl.max(number, 0))
     least, end = smallest.to(tl.int64), largest.to(tl.int64) + 1
@@ -163,7 +150,7 @@ def kth_largest(values, listed, is_listed, n, k, slack, AT_ONCE: tl.constexpr, S
         if n > AT_ONCE:
             reach = tl.zeros((SCAN,), tl.int32)
             for x in range(0, n - AT_ONCE, SCAN):
-                reach += (number_at(values, listed, is_listed, x + more, n)[1] >= middle).to(tl.int32)
+                reach += (tl.load(values + x + more, mask=x + more < n, other=NEVER) >= middle).to(tl.int32)
             reached += tl.sum(reach, 0)
         if reached < k:
             end = middle.to(tl.int64)
