@@ -176,7 +176,7 @@ def test_how_many_programs_take_a_unit_each(batch, programs):
         (64, [400], 5, 26, 0, [5] * 5),
         (64, [400], 26, 26, 0, [1] * 25 + [0]),
         (128, [320, 320], 12, 26, 0, [7, 7, 6] * 4),
-        (128, [320, 320], 12, 2, 0, [7] * 8 + [6] * 4),
+        (64, [320, 320], 6, 2, 0, [7] * 4 + [6] * 2),  # three pieces are too many
         (64, [256, 256], 4, 26, 3, [8, 11] * 2),  # the empty tiles are in the last piece
         (64, [160, 160, 160], 4, 26, 0, [8, 8, 7, 7]),  # whole ones would take a third longer
         (64, [160, 150], 4, 26, 0, [5] * 4),
