@@ -1,9 +1,9 @@
 """Linear layers of decode steps with one or two rows: RMSNorm, matmul, gate and residual add in one kernel.
 
-Reading the weight is nearly all the time that it takes, so no tensor cores: loads of 16 bytes go to registers. The first
-of them are issued before the previous kernel has ended (programmatic dependent launch). Each program has few rows of
-the weight and all of its columns, so the order of additions is fixed. From 4 rows on the arithmetic takes longer than
-the loads (benchmarks/notes/decode-step.md).
+Reading the weight takes nearly all the time, so no tensor cores: loads of 16 bytes go to registers. The first of them
+are issued before the previous kernel has ended (programmatic dependent launch). Each program has few rows of the weight
+and all of its columns, so the order of additions is fixed. From 4 rows on the arithmetic takes longer than the loads
+(benchmarks/notes/decode-step.md).
 
 Letters: T rows, C input features, O output features.
 """
