@@ -175,17 +175,17 @@ def descend(
     """
     readers: dict[Place, list[Workload]] = {}
     times: dict[str, float] = {}
-    plain, started = dict(tree), time.perf_counter()
+    plain, seconds = dict(tree), 0.0
 
     def with_number(place: Place, value: int, measure: Callable[[], Any]) -> Any:
-        """What ``measure`` returns with this number; None if that does not compile, does not fit, or is wrong."""
+        """What ``measure`` returns with this number; the error if that does not compile, does not fit, or is wrong."""
         before = get(tree, place)
         put(tree, place, value)
         forget()
         try:
             return measure()
-        except Exception:
-            return None
+        except Exception as error:
+            return error
         finally:
             put(tree, place, before)
             forget()
@@ -199,6 +199,9 @@ def descend(
                 forget()
                 try:
                     times[workload.name] = workload.us(device, repeats)
+                    started = time.perf_counter()
+                    times[workload.name] = workload.us(device, repeats)  # again, with kernels that are compiled
+                    seconds += time.perf_counter() - started
                 finally:
                     tree.update(plain)
                     forget()
@@ -214,10 +217,10 @@ def descend(
             progress(f"{workload.name} left out: {type(error).__name__}: {error}".splitlines()[0])
 
     measured = sum(len(neighbours(get(tree, place))) * len(each) for place, each in readers.items())
-    seconds = (time.perf_counter() - started) / max(len(workloads), 1)
+    seconds /= max(len(times), 1)
     progress(
         f"{len(readers)} numbers are read; their neighbours are at least {measured} measurements, which take about"
-        f" {measured * seconds / 60:.0f} minutes at {seconds:.1f} s for each, as so far"
+        f" {measured * seconds / 60:.0f} minutes at {seconds:.2f} s for each, with kernels that are compiled meanwhile"
     )
     for place in sorted(readers):
         tried = {get(tree, place)}
@@ -227,12 +230,14 @@ def descend(
             for each in readers[place]:
                 with each.kept():
                     for value in list(found):
-                        progress(f"{'.'.join(place)} = {value}: {each.name}")
                         us = with_number(place, value, functools.partial(each.us, device, repeats))
-                        if us is None:
+                        line = f"{'.'.join(place)} = {value}: {each.name}: "
+                        if isinstance(us, Exception):
                             del found[value]
+                            progress(f"{line}{type(us).__name__}: {us}".splitlines()[0])
                         else:
                             found[value][each.name] = us
+                            progress(f"{line}{us:.1f} µs ({times[each.name]:.1f})")
             ratios = {
                 value: math.prod(us / times[name] for name, us in new.items()) ** (1 / len(new))
                 for value, new in found.items()
@@ -247,15 +252,16 @@ def descend(
             yield Step(place, before, best, 1 - ratios[best])
 
 
-# A measurement compiles two or three kernels, makes its inputs and a reference, and times; on an H200's host.
-SECONDS_EACH = 5.0
-# The numbers that a workload reads, and the neighbours of each.
-READ_EACH, TRIED_EACH = 7, 3
+# A workload's first measurement compiles its kernels, and begins to compile those of its neighbours; on an H100's host
+# with 16 processors, as the others.
+SECONDS_EACH = 6.0
+# Later ones, whose kernels are compiled; the numbers that a workload reads, and the neighbours of each.
+SECONDS_LATER, READ_EACH, TRIED_EACH = 0.2, 7, 3
 
 
 def forecast(workloads: Sequence[Workload], device: torch.device) -> str:
     """The expected cost of :func:`descend`, in words. ``descend`` says more once it knows which numbers are read."""
-    minutes = len(workloads) * (1 + READ_EACH * TRIED_EACH) * SECONDS_EACH / 60
+    minutes = len(workloads) * (SECONDS_EACH + READ_EACH * TRIED_EACH * SECONDS_LATER) / 60
     gib = (max((each.num_bytes for each in workloads), default=0) + 8 * measure.cache_bytes(device)) / 2**30
     return (
         f"{len(workloads)} workloads; each number that they read is tried with its neighbours: roughly"

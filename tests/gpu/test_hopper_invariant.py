@@ -103,10 +103,13 @@ def test_tiles_of_bytes_fit_shared_memory(D, M):
         ({}, ["decode", "states"]),
         ({"T": 20}, ["decode", "states"]),
         ({"T": 201}, ["decode", "fp8", "states"]),
-        ({"S": 10, "T": 10}, ["fp8", "states"]),  # few items
+        ({"S": 1, "T": 1}, ["decode", "states"]),
+        ({"S": 10, "T": 20}, ["decode", "states"]),
+        ({"S": 1, "T": 5}, ["fp8", "states"]),  # of 32 rows
+        ({"S": 10, "T": 100}, ["fp8", "states"]),  # a few decodes next to prompts
         ({"T": 160}, ["fp8", "states"]),  # of 32 rows
-        ({"B": 8}, ["fp8", "states"]),
-        ({"layout": "X_PACKED"}, ["fp8", "states"]),
+        ({"B": 12}, ["decode", "states"]),
+        ({"layout": "X_PACKED"}, ["decode", "states"]),
         ({"stored": None}, ["items", "states"]),
     ],
     ids=str,
@@ -339,6 +342,21 @@ BATCHES = {
         "scales": (None, 0.3),
     },
     "e4m3, one head, long": {"heads": (8, 1), "tokens": [1, 1], "lens": [140_000, 3], "B": 64, "stored": E4M3},
+    "e5m2, one decode": {
+        "heads": (16, 1),
+        "tokens": [1],
+        "lens": [5001],
+        "B": 12,
+        "stored": E5M2,
+        "scales": (0.6, 1.7),
+    },
+    "e4m3, packed, decodes": {
+        "heads": (16, 2),
+        "tokens": [1] * 3,
+        "lens": [5000, 2500, 3],
+        "layout": "X_PACKED",
+        "stored": E4M3,
+    },
     "e4m3, block 1": {"heads": (32, 8), "tokens": [1, 200], "lens": [5000, 2500], "B": 1, "stored": E4M3},
     "e5m2, packed": {
         "heads": (16, 2),

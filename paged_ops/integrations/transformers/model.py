@@ -33,7 +33,7 @@ from paged_ops.cache.kv_cache import KVCache
 from paged_ops.cache.shard import UNSHARDED
 from paged_ops.cache.states import StateCache
 from paged_ops.checks import expect, flag, is_integer
-from paged_ops.integrations.transformers import indexers
+from paged_ops.integrations.transformers import few_rows, indexers
 from paged_ops.integrations.transformers.all_reduce_fusion import LAST_NORMS, AllReduceReport, Watch
 from paged_ops.integrations.transformers.attention_function import PROBE
 from paged_ops.integrations.transformers.generation_config import GenerationFields
@@ -210,13 +210,12 @@ class PagedCausalLM:
         for parent, name, rotary in freezes:
             self._wrapping.replace(parent, name, FrozenRotary(rotary, model.config, self.max_model_len))
         self._wrapping.set_implementation(dense_implementation(model))
-        if self.process_group is None:
-            dense = DenseRun.of(model, run_dense(model))
-        else:
-            with Watch(model, self.process_group) as watch:
-                logits = run_dense(model)
-            dense = DenseRun.of(model, logits)
-            self.sums = watch.fuse(self._wrapping)
+        group = self.process_group
+        watch = few_rows.Watch(model, self.batch_invariant) if group is None else Watch(model, group)
+        with watch:
+            logits = run_dense(model)
+        dense = DenseRun.of(model, logits)
+        self.sums = watch.fuse(self._wrapping)
         self.states = StateLayers.find(model)
         refuse_layers(model, self.states, indexers.install(self._wrapping, model, self.max_model_len))
         if self.states is not None:
@@ -390,7 +389,8 @@ class PagedCausalLM:
             forms = tuple(each.form for each in noted)
             fusion = getattr(layer, "paged_fusion", None)
             fused = None if fusion is None else (fusion.attention is None, fusion.mlp is None)
-            kind = type(layer), fused, forms, tuple((each.keys, each.continues) for each in keeping)
+            kind: Any = type(layer), fused, forms, tuple((each.keys, each.continues) for each in keeping)
+            kind = *kind, hasattr(layer, "paged_few_rows")
             if kind not in kinds:
                 kinds[kind] = torch.compile(copy_of(run_layer), **options)
             caches: list[int] = []

@@ -234,11 +234,11 @@ def converter(keys, values, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr, APA
 
 
 @gluon.jit
-def bytes_of(PARTS: gl.constexpr, BYTES: gl.constexpr):
+def bytes_of(PARTS: gl.constexpr, BYTES: gl.constexpr, RELEASES: gl.constexpr = 1):
     """A ring of tiles of bytes, as pairs; the converter takes its pages."""
     half: gl.constexpr = gl.float16
     pages = places(half, BYTES.stages * (BYTES.N // BYTES.page), BYTES.page, PARTS)
-    return TileRing(pages, pages, ring.ring_of(BYTES.stages, 1, 1))
+    return TileRing(pages, pages, ring.ring_of(BYTES.stages, 1, RELEASES))
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)

@@ -52,15 +52,15 @@ from paged_ops.lowerings.gpu.attention.hopper.ring import signal_of
 from paged_ops.lowerings.gpu.attention.hopper.segments import Cuts, fold_weights, segments_of
 from paged_ops.lowerings.gpu.attention.shared.tile import LN2, LOG2E, Batch, store_padding
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
-from paged_ops.lowerings.gpu.spec import Division, Numbers, Pointers, Shapes, Spec, TileShape, can_slice, not_applied
+from paged_ops.lowerings.gpu.spec import Division, Numbers, Pointers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
 SIZES = (64, 64), (128, 128)  # head sizes that were run on a GPU
 SEGMENT, SHORTEST, FEW_HEADS = 4096, 1024, 4  # keys, keys, key/value heads: see segment_of
 SEGMENTS, FEWEST_SEGMENTS = 128, 16  # at most, of a long row: about so many in all key/value heads, and in one
 LEAD = 8  # Plan.lead
-# Of invariant_decode_kernel: the most query rows, and with 8 rows the programs per multiprocessor.
-MOST_FEW, STAGES, PROGRAMS = 16, 4, 4
+# Of invariant_decode_kernel: the most query rows, and the programs per multiprocessor if sequences are many.
+MOST_FEW, PROGRAMS = 16, 2
 WORKSPACE = 16 << 20  # of states of segments, in float32s
 COUNTERS = 4
 NOTHING = tl.constexpr(0xFF800000)  # a pair of -inf and 0.0
@@ -114,8 +114,8 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
         return "scale: expected a positive number"
     rows, same = tuning.rows_of(shapes.T, shapes.S, spec.G)
     M = WARPGROUP.value if same or shapes.T <= shapes.S else 2 * WARPGROUP.value
-    if same and shapes.T > shapes.S and not decodes(spec, tuning.power_of_2(rows), shapes.S, target):
-        rows = WARPGROUP.value
+    if same and shapes.T > shapes.S:  # few numbers of rows, so that few kernels serve all such batches
+        rows = next((most for most in (8, MOST_FEW) if rows <= most and is_fp8(spec)), WARPGROUP.value)
     division = tuning.division(min(rows, WARPGROUP.value), shapes.S)
     loads = loads_of(spec, shapes)
     prompts = loads == 2 and M > WARPGROUP.value and not is_fp8(spec)
@@ -139,23 +139,31 @@ def loads_of(spec: Spec, shapes: Shapes) -> int:
     return int(copied)
 
 
-def decodes(spec: Spec, rows: int, S: int, target: Target) -> bool:
-    """Whether invariant_decode_kernel serves the sequences of at most so many rows. It needs several items per
-    multiprocessor."""
-    many = S * spec.K >= target.processors
-    return is_fp8(spec) and rows <= MOST_FEW and many and can_slice(spec) and not are_copied(spec)
+def decodes(spec: Spec, rows: int) -> bool:
+    """Whether invariant_decode_kernel serves sequences of at most so many rows, if it serves the batch."""
+    return is_fp8(spec) and rows <= MOST_FEW
 
 
-def decode_launch(spec: Spec, plan: Plan, rows: int, target: Target, counter: str) -> Launch:
-    """The launch of invariant_decode_kernel."""
-    size = spec.k_side.size
-    tile = TileShape(max(rows, 8), 128, size, size, 0, True)
-    programs = PROGRAMS if rows <= 8 else 2  # with more rows registers would not suffice
-    constants: dict[str, Any] = {"SPEC": spec, "PLAN": plan, "TILE": tile, "enable_fp_fusion": False}
-    constants |= {"num_warps": 4, "num_stages": STAGES, "maxnreg": min(512 // programs, 255), **target.overlap()}
-    without = ("alibi_slopes", *({"taken", "arrived"} - {counter}))
-    launcher = launcher_of(invariant_decode.invariant_decode_kernel, constants, target.device, without)
-    return Launch(launcher, (programs * target.processors, 1, 1), without)
+def are_many(spec: Spec, S: int, target: Target) -> bool:
+    """Whether sequences have an item for each multiprocessor."""
+    return S * spec.K >= target.processors
+
+
+def decode_launch(
+    spec: Spec, read: Spec, plan: Plan, rows: int, loads: int, described: list[Described], programs: int,
+    target: Target, counter: str,
+) -> Launch:  # fmt: skip
+    """The launch of invariant_decode_kernel, with so many programs per multiprocessor."""
+    shaped = spec if loads == 2 else addressable(spec)
+    shape, of_bytes = invariant_decode.shapes_of(shaped, max(rows, 8), programs, target.shared_memory)
+    constants: dict[str, Any] = {"SPEC": read, "PAIRS": invariant_fp8.pairs_of(read), "PLAN": plan, "SHAPE": shape}
+    constants |= {"BYTES": of_bytes, "LOADS": loads, "enable_fp_fusion": False, **target.overlap()}
+    # Of 8 warps, as warps of one role are counted by four; what they leave is the consumer's.
+    constants |= {"num_warps": 4, "maxnreg": min(256 // programs, 255)}
+    launcher = launcher_of(invariant_decode.invariant_decode_kernel, constants, target.device, (counter,))
+    takes = (*PARTS, "k_scale", "v_scale", "key_cache", "value_cache", counter)
+    query = contiguous_rows if are_copied(spec) else aligned_rows
+    return HopperLaunch(launcher, (programs * target.processors, 1, 1), takes, described, query)
 
 
 def is_fp8(spec: Spec) -> bool:
@@ -208,10 +216,14 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     rows = tuning.power_of_2(division.rows)
     span = segment * max(SEGMENTS // spec.K, FEWEST_SEGMENTS)
     cuts = Cuts(segment // shape.N, span, rows, WORKSPACE // (rows * Dv))
-    few = decodes(spec, rows, S, target)
-    everyone = few and M == WARPGROUP.value
+    alone = M == WARPGROUP.value
+    many = are_many(spec, S, target)
+    few = decodes(spec, rows) and (alone or many)
+    everyone = few and alone
     beside_rows = beside.ROWS if decoders else rows if few else 0
     plan = Plan(division, cuts, LEAD, beside_rows, everyone)
+    programs = PROGRAMS if many else 1
+    of_decodes = plan._replace(beside=0) if everyone else plan
     kernel: Any = invariant_items_kernel
     more: dict[str, Any] = {"LOADS": loads}
     scales: tuple[str, ...] = ()
@@ -249,12 +261,12 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         others = {"taken", "arrived"} - {counter}
         before: tuple[Launch, ...] = ()
         if few:
-            before = (decode_launch(read, plan, rows, target, counter),)
+            before = (decode_launch(spec, read, of_decodes, rows, loads, described, programs, target, counter),)
         launcher = launcher_of(kernel, {**constants, **more, "num_warps": 4}, target.device, (counter,))
         query = contiguous_rows if are_copied(spec) else aligned_rows
         mains = () if everyone else (HopperLaunch(launcher, (P, 1, 1), (*takes, counter), described, query),)
         tile = TileShape(M, shape.N, 0, Dv, 0, False)
-        folded = plan if decoders else plan._replace(beside=0)
+        folded = of_decodes
         merged: dict[str, Any] = {"SPEC": spec.for_merge(), "PLAN": folded, "TILE": tile, "FOLD": fold}
         merged |= {"num_warps": 1, "maxnreg": 255, "enable_fp_fusion": False, **target.overlap()}
         without = (*others, *({*NOT_OF_MERGE} - {*scales}))

@@ -40,12 +40,12 @@ def fetch_rows(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [max(256 // SIZE, 1), min(SIZE // 8, 32)], [WARPS, 1], [1, 0])
     d = first_of(PIECES, PART, SPEC.k_side.size) + gl.arange(0, SIZE, gl.SliceLayout(0, layout))
     first_row = item.row_start.to(gl.int64) + item.first_token
-    for part in range(SHAPE.M // ROWS):
+    for part in range((SHAPE.M + ROWS - 1) // ROWS):
         r = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         live = (r < SHAPE.M // G * G) & (r // G < item.q_len - item.first_token)
         head = items.head_of(item, SHAPE) * G + r % G
         row = (first_row + r // G) * SPEC.query[0] + head.to(gl.int64) * SPEC.query[1]
-        place = groups.index(slot * (SHAPE.M // ROWS) + part)
+        place = groups.index(slot * ((SHAPE.M + ROWS - 1) // ROWS) + part)
         load_async(place, query + row[:, None] + d[None, :], mask=live[:, None])
 
 
