@@ -266,7 +266,7 @@ def attend_part(
         scores = gl.where(gl.expand_dims(seen != 0, 1 - AXIS), qk * factor, float("-inf"))
         largest = gl.max(scores, AXIS)
         # As in softmax_tile: a maximum that grows little stays in use.
-        m_new = gl.where(largest > m + roles.SLACK, largest, m)
+        m_new = gl.where(largest > m + SLACK, largest, m)
         shift = roles.finite(m_new)
         p = gl.exp2(scores - gl.expand_dims(shift, AXIS))
         decay = gl.exp2(m - shift)
