@@ -1,9 +1,12 @@
 """The Hopper kernel's columns: heads of any multiple of 16, in parts whose sizes are powers of two.
 
 In Gluon the sizes of tensors, copies and matmuls are powers of two. So the columns of a head are divided (192 is
-128 + 64, 112 is 64 + 32 + 16), and each part has its own places in shared memory, copies and matmuls: keys add to the
+128 + 64, 176 is 128 + 32 + 16), and each part has its own places in shared memory, copies and matmuls: keys add to the
 same scores, values to separate sums. Nothing is padded, but a part of values may overlap the previous one. Constants
 are tuples of the parts' sizes, the largest first.
+
+Heads of 80, 96 and 112 are one part, a PAIR of groups: the first 64 columns of the head and the last 64, which overlap.
+One copy loads both. Matmuls multiply pieces of it (96 is 64 + 32), so that no column counts twice in a score.
 
 A part lies in groups of 8 rows by up to 64 columns, swizzled, with all columns of 8 rows together: so a block of the
 cache is one copy, and tiles of any number of rows are made of blocks.
@@ -18,11 +21,39 @@ from paged_ops.lowerings.gpu.gluon_names import reinterpret
 
 WARPGROUP = gl.constexpr(64)  # rows of a tile that one warpgroup multiplies
 WIDEST = 128  # columns of a matmul with values: ptxas allows no more next to the scores
+PAIR, GROUP = 128, 64
 
 
-def parts_of(size: int) -> tuple[int, ...]:
-    """The powers of two that make up a size."""
-    return tuple(1 << n for n in reversed(range(size.bit_length())) if size >> n & 1)
+@gluon.constexpr_function
+def parts_of(size):
+    """The parts of a head: a pair, or the powers of two that make up its size."""
+    return (
+        (PAIR,) if GROUP < size < PAIR else tuple(1 << n for n in reversed(range(size.bit_length())) if size >> n & 1)
+    )
+
+
+@gluon.constexpr_function
+def pieces_of(size):
+    """The columns of each matmul of scores. In the second group of a pair each begins at a multiple of its size."""
+    parts = parts_of(size)
+    return (GROUP, *reversed(parts_of(size - GROUP))) if parts[0] > size else parts
+
+
+@gluon.constexpr_function
+def value_pieces_of(parts, size):
+    """The columns of each matmul with values; all of a pair at once rather than three."""
+    return pieces_of(size) if parts[0] > size and len(pieces_of(size)) == 2 else parts
+
+
+@gluon.constexpr_function
+def column_in_pair(pieces, n):
+    """The column of a pair at which a piece begins."""
+    return PAIR - sum(pieces[n:]) if n else 0
+
+
+def distance_of(size: int) -> int:
+    """Columns from one group to the next."""
+    return size - GROUP if parts_of(size)[0] > size else GROUP
 
 
 def value_parts_of(size: int) -> tuple[int, ...]:
@@ -40,7 +71,7 @@ def sum_of(parts):
 @gluon.constexpr_function
 def first_of(parts, n, size):
     """The column of a head of this size at which a part begins."""
-    return min(sum(parts[:n]), size - parts[n])
+    return max(min(sum(parts[:n]), size - parts[n]), 0)
 
 
 @gluon.constexpr_function
