@@ -383,6 +383,14 @@ BATCHES |= {
 }  # fmt: skip
 
 
+GROWING = {"heads": (32, 8), **DECODES, "slope": 0.06}
+BATCHES |= {
+    "scores that grow by more than maxima in use may": GROWING,
+    "the same, float16, faster": {**GROWING, "dtype": FP16, "slope": 0.13},
+    "the same, float16, e5m2": {**GROWING, "dtype": FP16, "stored": E5M2, "slope": 0.01},
+}
+
+
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("name", BATCHES)
@@ -435,12 +443,14 @@ def test_rows_have_the_same_bits_in_any_batch_and_cache(heads, D, dtype, stored,
     """Also captured, with other lengths when it is replayed."""
     (H, K), n, dice = heads, 9000, random.Random(0)
     torch.manual_seed(0)
-    key, value = (torch.randn(n, K, D, device=GPU).to(stored or dtype) for _ in "kv")
-    query = torch.randn(n, H, D, device=GPU).to(dtype)
+    key, value = torch.randn(n, K, D, device=GPU), torch.randn(n, K, D, device=GPU).to(stored or dtype)
+    # Large queries, and keys that grow towards the first: maxima in use change in other tiles for each row of a warp.
+    query = (torch.randn(n, H, D, device=GPU) * torch.exp2(torch.randint(-3, 5, (n, H, 1), device=GPU))).to(dtype)
+    key[:, :, 0] += torch.linspace(40, 0, n, device=GPU)[:, None]
+    key = key.to(stored or dtype)
     features: dict[str, Any] = {"batch_invariant": True}
     if stored:
         key, value = key.view(torch.uint8), value.view(torch.uint8)
-        query *= torch.exp2(torch.randint(-3, 3, (n, H, 1), device=GPU))  # rows are divided by powers of two
         features |= {name: torch.tensor([0.6], device=GPU) for name in ("k_scale", "v_scale")}
 
     def attend(parts, cache, capture=False):

@@ -50,7 +50,8 @@ from paged_ops.lowerings.gpu.attention.hopper.loader import loader
 from paged_ops.lowerings.gpu.attention.hopper.producer import producer
 from paged_ops.lowerings.gpu.attention.hopper.ring import signal_of
 from paged_ops.lowerings.gpu.attention.hopper.segments import Cuts, fold_weights, segments_of
-from paged_ops.lowerings.gpu.attention.shared.tile import LN2, LOG2E, Batch, store_padding
+from paged_ops.lowerings.gpu.attention.hopper.softmax import LEAST
+from paged_ops.lowerings.gpu.attention.shared.tile import LN2, Batch, store_padding
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Division, Numbers, Pointers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
@@ -400,8 +401,6 @@ def invariant_states_kernel(
     _segment, units, _whole = segments_of(q_len, seq_len, G, TOKENS, DIVISION.rows, CUTS, TILE.N)
     store_padding(tensors, first_free + p, T, tl.num_programs(0), tl.arange(0, 1), tl.arange(0, Dv), SPEC.heads, Dv)
     of_values = 1.0
-    if tensors.k_scale is not None:
-        scale *= tl.load(tensors.k_scale)
     if tensors.v_scale is not None:
         of_values = tl.load(tensors.v_scale)
     if PDL:
@@ -411,13 +410,12 @@ def invariant_states_kernel(
             tl.store(tensors.arrived + tl.arange(0, 4), 0)
     # Decoders store the states of sequences with one segment, too.
     if (units > 0) & ((units > 1) | (q_len * G <= PLAN.beside)) & (total * K <= CUTS.states):
-        factor = scale * LOG2E
         for begin in range(p % sharing * ELEMENTS, q_len * (G * Dv), sharing * ELEMENTS):
             e = begin + tl.arange(0, ELEMENTS)
             row = e // Dv
             live = row < q_len * G
             acc = tl.zeros([ELEMENTS], tl.float32)
-            m = acc + float("-inf")
+            m = acc + LEAST
             l = acc
             for newest in range(units - 1, -1, -AT_ONCE):
                 states: tl.tuple = ()
@@ -427,8 +425,8 @@ def invariant_states_kernel(
                 tl.debug_barrier()  # else ptxas would move the loads to their uses, one after the other
                 for n in tl.static_range(AT_ONCE):
                     m_part, l_part, part = states[n]
-                    m_new, decay, weight = fold_weights(m, m_part, factor)
-                    takes = m_part != float("-inf")
+                    m_new, decay, weight = fold_weights(m, m_part)
+                    takes = m_part > LEAST
                     acc = tl.where(takes, tl.fma(acc, decay, part * weight), acc)
                     l = tl.where(takes, tl.fma(l, decay, l_part * weight), l)
                     m = m_new
@@ -436,7 +434,7 @@ def invariant_states_kernel(
             share = tl.where(seen, 1.0 / tl.where(seen, l, 1.0), 0.0)
             if tensors.v_scale is not None:
                 share *= of_values
-            lse2 = tl.where(seen, tl.fma(m, factor, tl.log2(tl.where(seen, l, 1.0))), float("-inf"))
+            lse2 = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
             head = (row_start + row // G).to(tl.int64) * SPEC.heads + kh * G + row % G
             tl.store(tensors.out + head * Dv + e % Dv, (acc * share).to(tensors.out.dtype.element_ty), mask=live)
             if tensors.lse is not None:

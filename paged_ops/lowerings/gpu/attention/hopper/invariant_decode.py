@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paged_ops.lowerings.gpu.attention.hopper import fp8, ring
+from paged_ops.lowerings.gpu.attention.hopper import fp8, ring, softmax
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
 from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, Shared
 from paged_ops.lowerings.gpu.attention.hopper.fp8 import LEAST, bytes_of
@@ -111,10 +111,9 @@ def weigh(scores, m, factor, tiles):
     columns: gl.constexpr = gl.SliceLayout(0, sums_layout())
     tiles.peaks.store(gl.max(gl.max(scores.reshape([2, 4, 16, M]), 0), 1))
     most = gl.max(tiles.peaks.load(all_peaks(M)), 0)
-    m_new = gl.maximum(m, gl.convert_layout(most, columns))
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new) * factor
-    p = gl.exp2(gl.fma(scores, factor[None, :], -shift[None, :]))
-    return p, m_new, gl.exp2(gl.fma(m, factor, -shift))
+    m, decay = softmax.raised(m, gl.convert_layout(most, columns) * factor)
+    p = gl.exp2(gl.fma(scores, factor[None, :], -m[None, :]))
+    return p, m, decay
 
 
 @gluon.jit
@@ -180,15 +179,14 @@ def nothing(SPEC: gl.constexpr, SHAPE: gl.constexpr):
     layout: gl.constexpr = sums_layout()
     sums = gl.full([SPEC.v_side.size // 2, SHAPE.M], 0.0, gl.float32, layout)
     weights = tile_sums(gl.full([SHAPE.N, SHAPE.M], 0.0, gl.float32, layout))
-    return State(sums, sums, gl.full([SHAPE.M], float("-inf"), gl.float32, gl.SliceLayout(0, layout)), weights)
+    return State(sums, sums, gl.full([SHAPE.M], softmax.LEAST, gl.float32, gl.SliceLayout(0, layout)), weights)
 
 
 @gluon.jit
-def fold(total, state, folds, row_factor, factor):
+def fold(total, state, folds):
     """Fold a segment into the total of the rows that ``folds``; a segment without keys changes no bit."""
-    m = state.m * row_factor  # as if query rows had not been divided: by powers of two, so no bit is lost
-    m_new, decay, weight = fold_weights(total.m, m, factor)
-    takes = folds & (m != float("-inf"))
+    m_new, decay, weight = fold_weights(total.m, state.m)
+    takes = folds & (state.m > softmax.LEAST)
     even = gl.fma(total.even, decay[None, :], state.even * weight[None, :])
     odd = gl.fma(total.odd, decay[None, :], state.odd * weight[None, :])
     l = gl.fma(total.l, decay, row_sums(state.l) * weight)
@@ -201,7 +199,7 @@ def without(state, folds):
     """The state at the beginning of a segment of the rows that ``folds``; that of others stays."""
     even, odd = gl.where(folds[None, :], 0.0, state.even), gl.where(folds[None, :], 0.0, state.odd)
     of_sums = gl.convert_layout(folds, gl.SliceLayout(0, gl.SliceLayout(1, state.l.type.layout)))[None, None, :]
-    return State(even, odd, gl.where(folds, float("-inf"), state.m), gl.where(of_sums, 0.0, state.l))
+    return State(even, odd, gl.where(folds, softmax.LEAST, state.m), gl.where(of_sums, 0.0, state.l))
 
 
 @gluon.jit
@@ -247,15 +245,15 @@ def attend(
         if (tile == cut) & (t < item.tiles - 1):
             cut -= segment
             folds = tile % segment_tiles(i, CUTS) == 0
-            total = fold(total, state, folds, row_factor, factor)
+            total = fold(total, state, folds)
             state = without(state, folds)
     if item.oldest >= 0:
         row = item.oldest.to(gl.int64) * CUTS.rows + r
         store_columns(tensors.parts + row * Dv, state.even, state.odd, live)
-        gl.store(tensors.part_lse + row * 2, state.m * row_factor, mask=live)
+        gl.store(tensors.part_lse + row * 2, state.m, mask=live)
         gl.store(tensors.part_lse + row * 2 + 1, row_sums(state.l), mask=live)
     else:
-        total = fold(total, state, live, row_factor, factor)
+        total = fold(total, state, live)
         seen = total.l != 0.0
         share = gl.where(seen, 1.0 / gl.where(seen, total.l, 1.0), 0.0)
         if tensors.v_scale is not None:
@@ -263,7 +261,7 @@ def attend(
         row = (item.row_start + token).to(gl.int64) * SPEC.heads + item.kh * G + r % G
         store_columns(tensors.out + row * Dv, total.even * share[None, :], total.odd * share[None, :], live)
         if SPEC.lse:
-            lse2 = gl.where(seen, gl.fma(total.m, factor, gl.log2(gl.where(seen, total.l, 1.0))), float("-inf"))
+            lse2 = gl.where(seen, total.m + gl.log2(gl.where(seen, total.l, 1.0)), float("-inf"))
             gl.store(tensors.lse + row, lse2 * LN2, mask=live)
 
 

@@ -2,8 +2,6 @@
 that convert tiles of bytes, loaded two by two, to float16. Where there are many sequences of few rows,
 invariant_decode.py takes these, with the same bits.
 
-States of segments are those of query rows that were not divided: see ``attend`` of invariant_roles.py.
-
 Letters: as in dense.py.
 """
 

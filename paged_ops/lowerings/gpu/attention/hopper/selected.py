@@ -34,7 +34,13 @@ from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
 from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.selected_load import load_part
-from paged_ops.lowerings.gpu.attention.hopper.softmax import by_threads, rows_by_threads, rows_layout, scaled_if_raised
+from paged_ops.lowerings.gpu.attention.hopper.softmax import (
+    SLACK,
+    by_threads,
+    rows_by_threads,
+    rows_layout,
+    scaled_if_raised,
+)
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, Part
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.triton import merge
@@ -260,7 +266,7 @@ def attend_part(
         scores = gl.where(gl.expand_dims(seen != 0, 1 - AXIS), qk * factor, float("-inf"))
         largest = gl.max(scores, AXIS)
         # As in softmax_tile: a maximum that grows little stays in use.
-        m_new = gl.where(largest > m + roles.SLACK, largest, m)
+        m_new = gl.where(largest > m + SLACK, largest, m)
         shift = roles.finite(m_new)
         p = gl.exp2(scores - gl.expand_dims(shift, AXIS))
         decay = gl.exp2(m - shift)
@@ -306,7 +312,7 @@ def score_part(
         scores = gl.where((seen != 0)[None, :], qk * factor, float("-inf"))
         largest = gl.max(gl.max(scores.reshape([M, N // 8, 4, 2]), 1), 2)
         largest = gl.convert_layout(gl.max(largest, 1), row_layout)
-        m_new = gl.where(largest > m + roles.SLACK, largest, m)
+        m_new = gl.where(largest > m + SLACK, largest, m)  # as in softmax_tile
         shift = roles.finite(m_new)
         p = gl.exp2(scores - shift[:, None])
         decay = gl.exp2(m - shift)
