@@ -71,7 +71,7 @@ BLOCK_SIZE, REPLAYS, STEPS_PROFILED = 16, 40, 3
 BYTES_PER_SECOND, FLOPS = 4556e9, 700e12
 PARTS = {  # parts of a step, by the names of their kernels
     "attention": "split_kernel|merge_kernel|(prefill|dense|mixed|shares|decode)_kernel|paged_attention|attn|flash|fmha",
-    "products": "nvjet|cublas|gemm|gemv|splitK|linear_kernel|_mm_|triton_tem",
+    "products": "nvjet|cublas|gemm|gemv|splitK|linear_kernel|one_row_kernel|_mm_|triton_tem",
     "cache write": "write_kernel|write_scaled_rows_kernel",
 }
 

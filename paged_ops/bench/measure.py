@@ -134,6 +134,18 @@ class Replay:
                 times.append(us / len(self._calls))
         return statistics.median(times)
 
+    def clock_mhz(self, repeats: int, rest: float) -> float:
+        """The clock of an NVIDIA GPU's multiprocessors after a call."""
+        from paged_ops.bench.clock import clock_mhz
+
+        clocks = []
+        for _ in range(repeats):
+            time.sleep(rest)
+            self._other.sum()
+            self.run()
+            clocks.append(clock_mhz(self._device))
+        return statistics.median(clocks)
+
 
 @contextlib.contextmanager
 def _nan_memory() -> Iterator[None]:
@@ -204,7 +216,8 @@ def measure(calls: Sequence[Call], sets: Sequence[Inputs], ceilings: Ceilings, r
 
     Returns:
         ``us`` of one call, ``us_twice`` as measured the first and the second time, ``error``, ``floor_us``, ``percent``
-        of the floor, ``gbps`` and ``tflops`` of the bytes and operations that the case needs.
+        of the floor, ``gbps`` and ``tflops`` of the bytes and operations that the case needs; of a compute-bound case
+        on an NVIDIA GPU ``mhz``, its clock, with which times of different runs compare.
 
     Raises:
         WrongResultError: a result is wrong.
@@ -218,10 +231,12 @@ def measure(calls: Sequence[Call], sets: Sequence[Inputs], ceilings: Ceilings, r
     for each in sets:
         each.seq_lens.copy_(true_lens)
     error = verify(replay, sets)
-    rest = REST_SECONDS if device.type == "cuda" and ceilings.is_compute_bound(case) else 0.0
+    bursts = device.type == "cuda" and ceilings.is_compute_bound(case)
+    rest = REST_SECONDS if bursts else 0.0
     twice = [replay.median_us(repeats, rest) for _ in range(2)]
     us = statistics.mean(twice)
     floor = ceilings.floor_us(case)
+    has_clock = bursts and torch.version.hip is None
     return {
         "us": round(us, 2),
         "us_twice": [round(each, 2) for each in twice],
@@ -231,6 +246,7 @@ def measure(calls: Sequence[Call], sets: Sequence[Inputs], ceilings: Ceilings, r
         "gbps": round(case.bytes / us / 1e3, 1),
         "tflops": round(case.flops / us / 1e6, 2),
         "calls": len(calls),
+        **({"mhz": round(replay.clock_mhz(5, rest))} if has_clock else {}),
     }
 
 

@@ -16,6 +16,8 @@ from paged_ops.layouts import MODEL_DTYPES
 # Values: paged_ops.parallel.all_reduce.AllReduce and paged_ops.parallel.exchange.Exchange.
 REDUCERS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 EXCHANGES: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+# The most rows of few_row_linear whose norm, gate and residual add a kernel has.
+MOST_ROWS = 2
 
 
 class NormOptions(NamedTuple):

@@ -265,7 +265,8 @@ def _lost(listed: list[tuple[str, list[str], str]], at: dict[str, dict[str, str]
             continue
         for label in re.findall(r"\.L_\w+", instruction) if reached and name.startswith(("BR", "CALL")) else ():
             at[label] = _common(at.get(label, holds), holds)
-        used = re.search(r"(?<!g)desc\[UR(\d+)\]", instruction)
+        # loads that are evicted first (EF) have a descriptor that the code makes
+        used = None if ".EF" in name else re.search(r"(?<!g)desc\[UR(\d+)\]", instruction)
         if used and (holds.get(f"UR{used[1]}"), holds.get(f"UR{int(used[1]) + 1}")) != ("low", "high"):
             lost.append(instruction)
         source = operands[-1].removesuffix(".reuse")

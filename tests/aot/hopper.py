@@ -136,11 +136,10 @@ VARIANTS = [
         COLUMNS,
     ),
     Variant(
-        "hopper-d512-and-fp16-first-tokens-cap-and-chunk",
+        "hopper-d512-and-fp16-first-tokens-cap",
         both(
             prefill("NHD", 512, 32, 4),
             prefill("HND", 512, 8, 1, torch.float16, True, sliding_window=100, num_first_tokens=4, soft_cap=30.0),
-            prefill("NHD", 512, 16, 2, B=64, attention_chunk=300),
         ),
         {"cuda:90": (*EXPECT["cuda:90"], r"\.entry dense_kernel")},
         spills=WIDE_SPILLS,

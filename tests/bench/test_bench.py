@@ -136,7 +136,7 @@ def test_providers_are_right(provider):
     assert provider.reasons_against(SQUARE, CPU) == []
     sets = sets_of(SQUARE)
     measured = measure.measure(provider.prepare(sets), sets, CEILINGS, repeats=2)
-    assert measured["error"] < 1e-6
+    assert measured["error"] < 1e-6 and "mhz" not in measured
     assert measured["us"] == pytest.approx(sum(measured["us_twice"]) / 2, abs=0.02)
     assert measured["floor_us"] == pytest.approx(SQUARE.bytes / 1e9 * 1e6, rel=1e-3)
     assert measured["percent"] == pytest.approx(100 * measured["floor_us"] / measured["us"], rel=0.01, abs=0.06)

@@ -8,6 +8,7 @@ import torch
 
 import paged_ops
 from paged_ops import reference, testing
+from paged_ops.bench.clock import clock_mhz
 from tests.helpers.gpu import GPU, captured_into
 
 pytestmark = [
@@ -151,3 +152,8 @@ def test_one_captured_graph_serves_every_batch(H):
         graph.replay()
         for got, want in zip(results, call(), strict=True):
             testing.assert_same_bytes(str(q_lens), got, want)
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="NVIDIA only")
+def test_the_clock_is_that_of_a_gpu():
+    assert 200 < clock_mhz(GPU) < 4000

@@ -89,26 +89,41 @@ def check_copies(key: torch.Tensor, value: torch.Tensor) -> None:
     for cache, side, parts in sides:
         rows_n, rows_head, columns_head = dense.matrix_of(side, call)
         for n, part in enumerate(parts):
-            first = head_chunks.first_of(parts, n, side.size)
+            first, distance = head_chunks.first_of(parts, n, side.size), head_chunks.distance_of(part, side.size)
             descriptor = dense.describe(side, call, page, part, cache)
             box, strides = descriptor.block_shape, descriptor.strides
             assert box == [page // 8, max(part // 64, 1), 8, min(part, 64)]
+            columns = [first + group * distance + column for group in range(box[1]) for column in range(box[3])]
             for block, kh, j in [(0, 0, 0), (N - 1, K - 1, B - page), (2, K // 2, B // page // 2 * page)]:
                 at = (block * rows_n + kh * rows_head + j) // 8, 0, 0, kh * columns_head + first
                 assert all(a + size <= most for a, size, most in zip(at, box, descriptor.shape, strict=True))
                 offset = sum(a * stride for a, stride in zip(at, strides, strict=True))
                 brought = descriptor.base.as_strided(box, strides, cache.storage_offset() + offset)
                 copied = brought.transpose(1, 2).reshape(page, part).view(torch.int16)
-                wanted = cache[block, j : j + page, kh, first : first + part]
+                wanted = cache[block, j : j + page, kh][:, columns]
                 assert torch.equal(copied, wanted.contiguous().view(torch.int16))
-        assert first + part == side.size
+        assert columns[-1] + 1 == side.size
+
+
+@pytest.mark.parametrize("size", [80, 96, 112])
+def test_pieces_of_a_pair_have_each_column_once(size):
+    """A pair has the first 64 columns of a head and the last 64. Matmuls read a piece at a multiple of its size."""
+    pair, pieces = [*range(64), *range(size - 64, size)], head_chunks.pieces_of(size)
+    begins = [head_chunks.column_in_pair(pieces, n) for n in range(len(pieces))]
+    assert [pair[begin + n] for begin, piece in zip(begins, pieces, strict=True) for n in range(piece)] == [
+        *range(size)
+    ]
+    assert all(begin % piece == 0 for begin, piece in zip(begins, pieces, strict=True))
+    of_values = head_chunks.value_pieces_of(head_chunks.value_parts_of(size, 16), size)
+    assert of_values == (pieces if len(pieces) == 2 else (128,))
+    assert head_chunks.parts_of(size, 16) == (128,) and head_chunks.parts_of(size, 32) == pieces
 
 
 @pytest.mark.parametrize(
     ("D", "Dv", "shape"),
     [
         (64, 64, (128, 4, 2)), (128, 128, (128, 2, 2)), (256, 256, (64, 2, 1)),
-        (192, 128, (128, 2, 1)), (192, 192, (64, 2, 2)), (96, 96, (128, 3, 2)), (80, 80, (128, 4, 2)),
+        (192, 128, (128, 2, 1)), (192, 192, (64, 2, 2)), (96, 96, (128, 2, 2)), (80, 80, (128, 2, 2)),
         (112, 112, (128, 2, 2)), (256, 64, (128, 2, 1)), (512, 512, (32, 2, 1)), (512, 64, (32, 2, 1)),
     ],
 )  # fmt: skip
@@ -118,7 +133,7 @@ def test_tiles_fit_shared_memory(D, Dv, shape, monkeypatch):
     key, value = (torch.zeros(N, 16, 2, size, dtype=torch.float16) for size in (D, Dv))
     chosen = dense.shape_of(spec_of(key.unsqueeze(3), value, torch.zeros(1, H, D, dtype=torch.float16)), 227 << 10)
     assert (chosen.N, chosen.stages, chosen.slots) == shape
-    used = chosen.slots * chosen.M * D + chosen.stages * chosen.N * (D + sum(chosen.v.parts))
+    used = chosen.slots * chosen.M * D + chosen.stages * chosen.N * (sum(chosen.k.parts) + sum(chosen.v.parts))
     assert 2 * used + dense.OTHERS <= 227 << 10
 
 

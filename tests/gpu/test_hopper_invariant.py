@@ -104,7 +104,8 @@ def test_tiles_of_bytes_fit_shared_memory(D, M):
         ({"T": 20}, ["decode", "states"]),
         ({"T": 201}, ["decode", "fp8", "states"]),
         ({"S": 1, "T": 1}, ["decode", "states"]),
-        ({"S": 10, "T": 20}, ["fp8", "states"]),  # few sequences of two tokens
+        ({"S": 10, "T": 20}, ["decode", "states"]),
+        ({"S": 1, "T": 5}, ["fp8", "states"]),  # of 32 rows
         ({"S": 10, "T": 100}, ["fp8", "states"]),  # a few decodes next to prompts
         ({"T": 160}, ["fp8", "states"]),  # of 32 rows
         ({"B": 12}, ["decode", "states"]),

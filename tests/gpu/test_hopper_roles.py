@@ -342,7 +342,7 @@ def take_and_attend(monkeypatch, seed, stages, slots, row_slots, load, lead):
     by_code(monkeypatch, items, {id(each.pages): 0 for each in (keys, values)})
     columns, masks = SimpleNamespace(parts=(128,), matrix=None, size=128), SimpleNamespace(first=0)
     shape = SimpleNamespace(
-        warps=4, stages=stages, slots=slots, row_slots=row_slots, N=128, page=16, k=columns, v=columns
+        warps=4, stages=stages, slots=slots, row_slots=row_slots, N=128, page=16, k=columns, v=columns, pieces=1
     )
     side = SimpleNamespace(size=128)
     SPEC = SimpleNamespace(K=1, B=16, table=1, masks=masks, k_side=side, v_side=side)

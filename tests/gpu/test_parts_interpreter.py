@@ -21,6 +21,7 @@ from paged_ops.lowerings import cpu, gpu
 from paged_ops.lowerings.gpu.attention import call as attention
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.shared.split_merge import UNIT
+from paged_ops.lowerings.gpu.attention.triton import latent
 
 pytestmark = pytest.mark.interpreter
 FAN_OF = tuning.fan_of
@@ -167,3 +168,44 @@ def test_units_that_are_about_equal_stay_whole(lens, tokens, whole, without_coun
 def test_how_many_programs_take_a_unit_each(batch, programs):
     target = SimpleNamespace(processors=132, is_hopper=True)
     assert tuning.whole_units(*batch, 396, target) == programs
+
+
+@pytest.mark.parametrize(
+    ("heads", "lens", "programs", "most", "start", "tiles"),
+    [
+        (64, [400], 5, 26, 0, [5] * 5),
+        (64, [400], 26, 26, 0, [1] * 25 + [0]),
+        (128, [320, 320], 12, 26, 0, [7, 7, 6] * 4),
+        (64, [320, 320], 6, 2, 0, [7] * 4 + [6] * 2),  # three pieces are too many
+        (64, [256, 256], 4, 26, 3, [8, 11] * 2),  # the empty tiles are in the last piece
+        (64, [160, 160, 160], 4, 26, 0, [8, 8, 7, 7]),  # whole ones would take a third longer
+        (64, [160, 150], 4, 26, 0, [5] * 4),
+        (64, [160, 140], 4, 26, 0, [5, 5, 5, 4]),
+        (64, [160, 0], 5, 26, 0, [3, 2, 2, 2, 2]),
+    ],
+)
+def test_units_of_equal_length_are_cut_into_equal_pieces(heads, lens, programs, most, start, tiles, monkeypatch):
+    """By the division of the Hopper kernels, in the kernel for any GPU."""
+    plan, shares, taken = latent.plan, latent.shares, []
+
+    def aligned(*args):
+        tile, programs, division = plan(*args)
+        return tile, programs, division._replace(aligned=most, start=start, heads_apart=heads > 64)
+
+    def recorded(*args):
+        share = shares(*args)
+        taken.append(int((share[1] - share[0]).handle.data.item()))
+        return share
+
+    monkeypatch.setattr(latent, "plan", aligned)
+    monkeypatch.setattr(latent, "shares", recorded)
+    monkeypatch.setattr(tuning, "INTERPRETER_PROGRAMS", programs)
+    torch.manual_seed(0)
+    S, B, R, D = len(lens), 8, 16, 24
+    tables = torch.randperm(S * 50, dtype=torch.int32).view(S, 50)
+    query, cache = torch.randn(S, heads, D), torch.randn(S * 50, B, D)
+    call = query, cache, tables, torch.tensor(lens, dtype=torch.int32), torch.arange(S + 1, dtype=torch.int32), 0.2
+    got = gpu.paged_attention_with_lse(*call, value_head_size=R)
+    assert taken == tiles
+    for mine, want in zip(got, cpu.paged_attention_with_lse(*call, value_head_size=R), strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-5)

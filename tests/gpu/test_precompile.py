@@ -169,13 +169,17 @@ def test_the_kernels_of_all_batches_are_few(on_cuda, tokens, sequences, most):
     assert 3 < len(set(jobs)) <= most
 
 
-@pytest.mark.parametrize("masks", [{}, {"sliding_window": 100}], ids=["gluon", "triton"])
+@pytest.mark.parametrize(
+    ("masks", "stored"),
+    [({}, torch.bfloat16), ({"sliding_window": 100}, torch.bfloat16), ({}, torch.float8_e4m3fn)],
+    ids=["gluon", "triton", "fp8"],
+)
 @pytest.mark.parametrize("heads", [(32, 8), (8, 1), (4, 4)], ids=str)
 @pytest.mark.parametrize(("tokens", "sequences"), [(8192, 256), (2048, 1024), (512, 8)])
-def test_no_batch_invariant_call_waits_for_a_compiler_after_warm_up(on_cuda, tokens, sequences, heads, masks):
+def test_no_batch_invariant_call_waits_for_a_compiler_after_warm_up(on_cuda, tokens, sequences, heads, masks, stored):
     """Of any tokens and sequences, also of equal lengths, such as a short prompt alone."""
     H, K = heads
-    query, kv_cache = torch.empty(tokens, H, 128, dtype=torch.bfloat16), torch.empty(64, 2, 16, K, 128).bfloat16()
+    query, kv_cache = torch.empty(tokens, H, 128, dtype=torch.bfloat16), torch.empty(64, 2, 16, K, 128).to(stored)
     tables, starts = (torch.zeros(sequences + 1, *more, dtype=torch.int32) for more in ((32,), ()))
 
     def attend(T, S):

@@ -314,9 +314,9 @@ class Watch:
             if plans and "layer" not in each.against:  # then it takes the pair of the layer before
                 fused_layer = FusedLayer(done["self_attn"], done["mlp"], each.norms_first, each.extras)
                 wrapping.set_attribute(each.layer, "paged_fusion", fused_layer)
-                wrapping.replace_forward(each.layer, _bound(run_fused_layer, each.layer))
+                wrapping.replace_forward(each.layer, bound(run_fused_layer, each.layer))
         for norm in self._last:
-            wrapping.replace_forward(norm, _bound(run_last_norm, norm))
+            wrapping.replace_forward(norm, bound(run_last_norm, norm))
         return fused
 
     def _reduce_others(
@@ -388,7 +388,7 @@ class Watch:
         self, wrapping: Any, module: nn.Module, run: Callable[..., Any], part: RowParallel | ShardedEmbedding
     ) -> None:
         wrapping.set_attribute(module, "paged_part", part)
-        wrapping.replace_forward(module, _bound(run, module))
+        wrapping.replace_forward(module, bound(run, module))
 
     def _agreed(self, *lists: Sequence[bool]) -> list[list[bool]]:
         """For each value, whether it is true on all ranks."""
@@ -456,7 +456,7 @@ def _is_split(module: Any, dim: int) -> bool:
     return is_replaced and len(placements) == 1 and placements[0].is_shard(dim)
 
 
-def _bound(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+def bound(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
     """The function as a method: a closure, which compilers trace best."""
 
     @functools.wraps(function)

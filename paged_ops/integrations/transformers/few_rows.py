@@ -1,7 +1,7 @@
 """Decoder layers whose norms, gates and residual adds are in their matmuls, in steps of few rows.
 
-Four calls of :func:`paged_ops.ops.few_row_linear` take the place of nine kernels and more: a step of one row waits less
-for each to begin and end. The layers are those of
+Four calls of :func:`paged_ops.ops.few_row_linear` replace eight kernels: a step of one row waits less for each to begin
+and end. The layers are those of
 :func:`paged_ops.integrations.transformers.projections.use_overlapping_products` with fused projections. A trial run
 decides, as in ``all_reduce_fusion``: which tensors are normed and added, and that the projections get the normed rows.
 
@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from paged_ops.integrations.transformers.all_reduce_fusion import Call, TrialLayer, decoder_layers, norm_kind
+from paged_ops.fake.models import MOST_ROWS
+from paged_ops.integrations.transformers.all_reduce_fusion import Call, TrialLayer, bound, decoder_layers, norm_kind
 from paged_ops.integrations.transformers.projections import FusedPart, OverlappingLinear, is_overlapping
-from paged_ops.lowerings.gpu.one_row import MOST_ROWS, tile_of
-from paged_ops.lowerings.gpu.target import target_of
 
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
@@ -41,7 +40,7 @@ def run_few_row_layer(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
         return type(layer).forward(layer, hidden_states, **kwargs)
     attention, mlp = layer.self_attn, layer.mlp
     matmul = functools.partial(torch.ops.paged_ops_models.few_row_linear.default, constant=True)
-    # The attention calls its projections with the residual stream, which stands for its normed rows.
+    # The attention calls its projections with the residual stream, in place of its normed rows.
     qkv = attention.q_proj.fused
     qkv.keep(hidden_states, matmul(hidden_states, qkv.weight, layer.input_layernorm.weight, None, few.eps))
     attention.o_proj.residual = hidden_states
@@ -55,12 +54,11 @@ def run_few_row_layer(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
 
 
 class Watch:
-    """Observes a model's trial run (``with``): then :meth:`install`."""
+    """Observes a model's trial run (``with``); then :meth:`fuse`."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, batch_invariant: bool) -> None:
         self._model = model
-        serves = target_of(model.device).is_hopper
-        layers = decoder_layers(model) if serves else []
+        layers = decoder_layers(model) if not batch_invariant and serves(model.device) else []
         self._layers = {layer: TrialLayer(layer, _last_matmul) for layer in layers if _has_parts(layer)}
         self._calls: dict[nn.Module, Call] = {}
         self._hooks: list[Any] = []
@@ -69,23 +67,27 @@ class Watch:
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._calls[module] = Call(args, kwargs, output)
             if module in self._layers:
-                self._layers[module].ended(self._calls)
-                normed = self._calls[module.input_layernorm].output  # type: ignore[arg-type, index]
-                for name in _QKV:
-                    part: Any = getattr(module.self_attn, name)
-                    if part not in self._calls or self._calls[part].first is not normed:
-                        self._layers[module].refuse("layer", f"its {name} does not get its input's norm")
+                self._ended(module)
 
         watched = {each for layer in self._layers for each in (layer, *layer.children())}
         watched |= {each for layer in self._layers for part in (layer.self_attn, layer.mlp) for each in part.children()}
         self._hooks = [module.register_forward_hook(note, with_kwargs=True) for module in watched]
         return self
 
+    def _ended(self, layer: Any) -> None:
+        trial = self._layers[layer]
+        trial.ended(self._calls)
+        normed = self._calls.get(layer.input_layernorm)
+        for part in (getattr(layer.self_attn, name) for name in _QKV):
+            call = self._calls.get(part)
+            if normed is None or call is None or call.first is not normed.output:
+                trial.refuse("layer", "its projections do not get its input's norm")
+
     def __exit__(self, *error: Any) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def install(self, wrapping: Any) -> None:
+    def fuse(self, wrapping: Any) -> None:
         """Through a :class:`paged_ops.integrations.transformers.wrapping.Wrapping`, which can undo it. Layers in which
         anything differs stay."""
         dtype, device = self._model.dtype, self._model.device
@@ -93,7 +95,17 @@ class Watch:
             kinds = [norm_kind(norm, dtype, device) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
             known = [kind["eps"] for kind in kinds if kind is not None and not kind["weight_offset"]]
             if trial.ran and not trial.against and len(known) == 2 and _is_gated(layer.mlp, dtype, device):
-                wrapping.set_attribute(layer, "paged_few_rows", FewRowLayer(*known, trial.extras))
+                few = FewRowLayer(known[0], known[1], trial.extras)
+                wrapping.set_attribute(layer, "paged_few_rows", few)
+                wrapping.replace_forward(layer, bound(run_few_row_layer, layer))
+
+
+def serves(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    from paged_ops.lowerings.gpu.target import target_of
+
+    return target_of(device).is_hopper
 
 
 def _has_parts(layer: Any) -> bool:
@@ -105,12 +117,14 @@ def _has_parts(layer: Any) -> bool:
     known = {name for name, _ in layer.mlp.named_children()} == {*_GATE_UP, "down_proj", "act_fn"}
     if None in (*fused, *last) or not known or hooked:
         return False
+    from paged_ops.lowerings.gpu.one_row import tile_of
+
     return all(tile_of(1, *each.weight.shape) is not None for each in (*fused, *last))
 
 
 def _fused(module: Any, names: tuple[str, ...]) -> Any:
     """The fused layer of these projections, in this order, and of no others."""
-    parts = [getattr(module, name, None) for name in names]
+    parts: list[Any] = [getattr(module, name, None) for name in names]
     if not all(isinstance(part, FusedPart) and part.fused is parts[0].fused for part in parts):
         return None
     fused, starts = parts[0].fused, [part.start for part in parts]

@@ -210,17 +210,12 @@ class PagedCausalLM:
         for parent, name, rotary in freezes:
             self._wrapping.replace(parent, name, FrozenRotary(rotary, model.config, self.max_model_len))
         self._wrapping.set_implementation(dense_implementation(model))
-        if self.process_group is None:
-            with few_rows.Watch(model) as few:
-                logits = run_dense(model)
-            if not self.batch_invariant:
-                few.install(self._wrapping)
-            dense = DenseRun.of(model, logits)
-        else:
-            with Watch(model, self.process_group) as watch:
-                logits = run_dense(model)
-            dense = DenseRun.of(model, logits)
-            self.sums = watch.fuse(self._wrapping)
+        group = self.process_group
+        watch = few_rows.Watch(model, self.batch_invariant) if group is None else Watch(model, group)
+        with watch:
+            logits = run_dense(model)
+        dense = DenseRun.of(model, logits)
+        self.sums = watch.fuse(self._wrapping)
         self.states = StateLayers.find(model)
         refuse_layers(model, self.states, indexers.install(self._wrapping, model, self.max_model_len))
         if self.states is not None:
@@ -394,8 +389,8 @@ class PagedCausalLM:
             forms = tuple(each.form for each in noted)
             fusion = getattr(layer, "paged_fusion", None)
             fused = None if fusion is None else (fusion.attention is None, fusion.mlp is None)
-            few = getattr(layer, "paged_few_rows", None) is not None
-            kind = type(layer), fused, few, forms, tuple((each.keys, each.continues) for each in keeping)
+            kind: Any = type(layer), fused, forms, tuple((each.keys, each.continues) for each in keeping)
+            kind = *kind, hasattr(layer, "paged_few_rows")
             if kind not in kinds:
                 kinds[kind] = torch.compile(copy_of(run_layer), **options)
             caches: list[int] = []

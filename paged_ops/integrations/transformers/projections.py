@@ -153,6 +153,7 @@ class FusedLinear(nn.Module):
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
         if self.output is None or self.input is not x:
             self.keep(x, self.matmul(x, self.weight, self.bias))
+        assert self.output is not None
         result = self.output[..., start:stop]
         self.left -= 1
         if self.left == 0:

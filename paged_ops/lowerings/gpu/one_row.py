@@ -1,15 +1,16 @@
 """Linear layers of decode steps with one or two rows: RMSNorm, matmul, gate and residual add in one kernel.
 
-Reading the weight is all the time that it takes, so no tensor cores: 16-byte loads go to registers, 64 KB and more of
-them in flight on each multiprocessor. The first of them are issued before the previous kernel has ended (programmatic
-dependent launch), so the memory does not idle between kernels. Each program has few rows of the weight and all of its
-columns, so the order of sums is fixed; many programs per multiprocessor make the next kernel's start smooth. With 4
-rows the arithmetic takes longer than the loads.
+Reading the weight takes nearly all the time, so no tensor cores: loads of 16 bytes go to registers. The first of them
+are issued before the previous kernel has ended (programmatic dependent launch). Each program has few rows of the weight
+and all of its columns, so the order of additions is fixed. From 4 rows on the arithmetic takes longer than the loads
+(benchmarks/notes/decode-step.md).
 
 Letters: T rows, C input features, O output features.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -17,9 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from paged_ops.fake.models import MOST_ROWS
 from paged_ops.lowerings.gpu.target import FUSED
-
-MOST_ROWS = 2
 
 
 def tile_of(T: int, O: int, C: int) -> dict[str, int] | None:
@@ -38,7 +38,7 @@ def launch(tensors: tuple[Tensor | None, ...], eps: float, gated: bool, constant
     (T, C), O = x.shape, out.shape[-1]
     packed = (None if each is None else each.contiguous().view(torch.int32) for each in (x, weight, norm))
     residual = None if residual is None else residual.contiguous()
-    sizes = dict(C=C, T=T, GATED=gated, EARLY=constant, PDL=True, **tile)
+    sizes: dict[str, Any] = dict(C=C, T=T, GATED=gated, EARLY=constant, PDL=True, **tile)
     grid = (weight.shape[0] // tile["ROWS"],)
     one_row_kernel[grid](*packed, residual, out, O, eps, launch_pdl=True, **sizes, **FUSED)
 
@@ -98,7 +98,7 @@ def one_row_kernel(
     weight_at = weight + row[:, None].to(tl.int64) * (C // 2) + c[None, :]
     if PDL and not EARLY:
         gdc_wait()
-    tiles = ()
+    tiles = ()  # type: tuple[Any, ...]
     for i in tl.static_range(AHEAD):
         tiles += (tl.load(weight_at + i * P, eviction_policy="evict_first"),)
     if PDL:
@@ -106,7 +106,7 @@ def one_row_kernel(
             gdc_wait()
         # When a kernel starts after this point, everything before this kernel has completed.
         gdc_launch_dependents()
-    totals, squares = (), ()
+    totals, squares = (), ()  # type: tuple[Any, ...], tuple[Any, ...]
     for _ in tl.static_range(T):
         totals += (tl.zeros([ROWS, P // 4], tl.float32),)
         squares += (tl.zeros([1, P // 4], tl.float32),)
@@ -116,7 +116,7 @@ def one_row_kernel(
         w = _quarters(tiles[i], ROWS, P)
         if norm is not None:
             scale = _quarters(tl.load(norm + i * P + c)[None, :], 1, P)
-        sums, more = (), ()
+        sums, more = (), ()  # type: tuple[Any, ...], tuple[Any, ...]
         for t in tl.static_range(T):
             a = _quarters(tl.load(x + t * (C // 2) + i * P + c)[None, :], 1, P)
             total, square = totals[t], squares[t]

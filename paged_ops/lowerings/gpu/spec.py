@@ -238,8 +238,8 @@ class Division(NamedTuple):
     with more than ``long`` keys may have up to ``long_rows`` rows. A program counts ``at_once`` sequences in one
     vector, ``times`` times. Key tiles are numbered sequence by sequence; with ``heads_apart``, key/value head by head.
     ``whole``: the number of programs that take one unit each if units have about equal lengths; 0: never. ``aligned``:
-    units of equal length stay whole if that makes shares at most 5% longer. ``start``: fixed cost per unit, modelled as
-    empty tiles at its end.
+    units of equal length stay whole, or are cut into at most so many equal pieces, if that makes shares at most 5%
+    longer. ``start``: fixed cost per unit, modelled as empty tiles at its end.
     """
 
     rows: int
@@ -249,7 +249,7 @@ class Division(NamedTuple):
     times: int
     heads_apart: bool = False
     whole: int = 0
-    aligned: bool = False
+    aligned: int = 0
     start: int = 0
     long: int = 0
     long_rows: int = 0

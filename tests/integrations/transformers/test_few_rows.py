@@ -1,7 +1,5 @@
 """Layers of transformers' models with norms, gates and residual adds in matmuls of few rows."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import transformers
@@ -20,7 +18,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    monkeypatch.setattr(few_rows, "target_of", lambda device: SimpleNamespace(is_hopper=True))
+    monkeypatch.setattr(few_rows, "serves", lambda device: True)
 
 
 def make(name="Llama", fuse=True, **options):
@@ -71,6 +69,10 @@ def test_tokens_are_the_same(name):
     assert len(found["norm"]) == len(found["gate"]) == 2 * 7, "each layer of each decode"
     assert found["add"] == found["norm"] + found["gate"]
     assert max(found["norm"]) <= 2 and max(found["plain"]) >= len(PROMPT), "prompts run as before"
+    with Calls() as eager:
+        paged = PagedCausalLM(model)
+        GenerationLoop(paged, paged.allocate_kv_cache(32)).generate([PROMPT], SamplingParams(max_new_tokens=8))
+    assert eager.found["norm"], "uncompiled, too"
     model.paged_wrapping.undo()
     assert not any(hasattr(layer, "paged_few_rows") for layer in model.model.layers)
 
@@ -117,7 +119,7 @@ def test_layers_that_stay(change, monkeypatch):
             2 * type(layer.post_attention_layernorm).forward(layer.post_attention_layernorm, x)
         )
     elif change == "other device":
-        monkeypatch.setattr(few_rows, "target_of", lambda device: SimpleNamespace(is_hopper=False))
+        monkeypatch.setattr(few_rows, "serves", lambda device: False)
     PagedCausalLM(model, batch_invariant=change == "invariant")
     assert not hasattr(layer, "paged_few_rows")
     assert hasattr(model.model.layers[0], "paged_few_rows") == (change in ("hook", "adapter", "scaled"))

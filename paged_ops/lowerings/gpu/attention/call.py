@@ -220,8 +220,9 @@ class Call:
         for launch in launches:
             launch(tensors, self.numbers, addresses)
         batches = precompile.sizes_for(self.signature)
-        if self.signature.spec.batch_invariant:  # one more kernel serves all batches of equal lengths
-            batches = tuple(dict.fromkeys((*batches, *((2 * S, S) for _, S in batches))))
+        if self.signature.spec.batch_invariant:  # a few more kernels serve all batches of equal lengths
+            lengths = tuning.equal_lengths(self.signature.spec)
+            batches = tuple(dict.fromkeys((*batches, *((n * S, S) for _, S in batches for n in lengths))))
         for sizes in batches:
             other = self.signature.prepare(*sizes)
             if other.launches is not None:

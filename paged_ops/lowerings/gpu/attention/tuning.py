@@ -258,6 +258,13 @@ def covering_batches(most_tokens: int, most_sequences: int, equal_lengths: bool 
     return sorted(batches, reverse=True)
 
 
+def equal_lengths(spec: Spec) -> set[int]:
+    """Tokens per sequence, above one, with which ``batch_invariant`` calls take different tiles if all sequences have
+    equally many: over fp8 caches these are tiles of 8, 16 and 64 packed query rows."""
+    most = () if spec.storage.dtype == spec.dtype else (8, 16, SAME_LENGTH)
+    return {2, *(max(2, rows // power_of_2(spec.G)) for rows in most)}
+
+
 def element_kind(dtype: torch.dtype, stored: torch.dtype) -> str:
     """The row of a table, by the query's dtype and the cache's dtype as kernels read it (uint8: fp8 as bits)."""
     if dtype == torch.float32:

@@ -19,9 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
     WARPGROUP,
+    column_in_pair,
     first_in_part,
     first_of,
     part_with,
+    pieces_of,
+    value_pieces_of,
     widths_of,
 )
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, release_each, stage_of, wait_full
@@ -99,13 +102,17 @@ def positions(item, which: gl.constexpr, G: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def multiply_keys(shared, q_tile, at, PARTS: gl.constexpr):
+def multiply_keys(shared, q_tile, at, PIECES: gl.constexpr):
     """Begin the matmul of query rows and the at-th tile of keys: the scores."""
     N: gl.constexpr = shared.k.tiles[0].shape[1]
     stage = stage_of(shared.k.ring, at)
     s = gl.full([WARPGROUP, N], 0.0, gl.float32, sums_layout(N))
-    for n in gl.static_range(len(PARTS)):
-        k_tile = shared.k.tiles[n].index(stage).permute((1, 0))
+    for n in gl.static_range(len(PIECES)):
+        if len(shared.k.tiles) == len(PIECES):
+            k_tile = shared.k.tiles[n].index(stage).permute((1, 0))
+        else:  # a pair
+            k_tile = shared.k.tiles[0].index(stage).permute((1, 0))
+            k_tile = k_tile.slice(column_in_pair(PIECES, n), PIECES[n], dim=0)
         s = warpgroup_mma(shared.q_tiles[n].index(q_tile), k_tile, s, use_acc=n > 0, is_async=True)
     return s
 
@@ -118,8 +125,11 @@ def multiply_values(p16, values, at, acc, PARTS: gl.constexpr):
     stage = stage_of(values.ring, at)
     made: gl.tuple = ()
     for n in gl.static_range(len(WIDTHS)):
-        v_tile = values.tiles[part_with(PARTS, n)].index(stage)
-        v_tile = v_tile.slice(first_in_part(PARTS, n), WIDTHS[n], dim=1)
+        if len(values.tiles) == len(PARTS):
+            v_tile = values.tiles[part_with(PARTS, n)].index(stage)
+            v_tile = v_tile.slice(first_in_part(PARTS, n), WIDTHS[n], dim=1)
+        else:  # a pair in pieces
+            v_tile = values.tiles[0].index(stage).slice(column_in_pair(PARTS, n), WIDTHS[n], dim=1)
         # The weights stay where they are: sums of any width want the same registers.
         weights = gl.convert_layout(p16, gl.DotOperandLayout(0, acc[n].type.layout, 2))
         made += (warpgroup_mma(weights, v_tile, acc[n], is_async=True),)
@@ -226,18 +236,18 @@ def step(
     sums, at, tile, item, n, rows, batch, which: gl.constexpr, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
     """Computes the scores of the next key tile, the at-th, while the matmul with the previous tile's values runs."""
-    K_PARTS: gl.constexpr = SHAPE.k.parts
-    V_PARTS: gl.constexpr = SHAPE.v.parts
+    PIECES: gl.constexpr = pieces_of(SHAPE.k.size)
+    V_PIECES: gl.constexpr = value_pieces_of(SHAPE.v.parts, SHAPE.v.size)
     MASKS: gl.constexpr = SPEC.masks
     SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
     BY_ROWS: gl.constexpr = shared.row_factors is not None
     wait_full(shared.k.ring, at)
     take_turn(shared.turns, which, at - 1 - n)
-    s = multiply_keys(shared, rows.tile, at, K_PARTS)
+    s = multiply_keys(shared, rows.tile, at, PIECES)
     wait_full(shared.v.ring, at - 1)
-    acc = multiply_values(sums.p16, shared.v, at - 1, sums.acc, V_PARTS)
+    acc = multiply_values(sums.p16, shared.v, at - 1, sums.acc, V_PIECES)
     pass_turn(shared.turns, which)
-    s = warpgroup_mma_wait(len(widths_of(SHAPE.v.parts)), deps=[s])
+    s = warpgroup_mma_wait(len(widths_of(V_PIECES)), deps=[s])
     release_each(shared.k.ring, at)
     # A branch, not two loops: ptxas would move the softmax of one block past the wait below, and it would no longer run
     # during the matmul with the values.
@@ -254,7 +264,7 @@ def step(
         p, m, l_tile, decay = softmax_tile(s, sums.m, rows.factor, BY_ROWS and not SOFT_CAP)
     else:
         p, m, l_tile, decay = softmax_tile(s, sums.m, rows.factor, BY_ROWS and not SOFT_CAP)
-    acc = wait_for(acc, V_PARTS)
+    acc = wait_for(acc, V_PIECES)
     release_each(shared.v.ring, at - 1)
     p16 = gl.convert_layout(p.to(sums.p16.dtype), sums.p16.type.layout)
     made: gl.tuple = ()
@@ -294,6 +304,8 @@ def store_columns(
         row = (item.row_start.to(gl.int64) + item.first_token + r // G) * (SPEC.K * G)
         row = row + head_of(item, SHAPE) * G + r % G
     d = FIRST + column_of(item, SHAPE) + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    if acc.shape[1] > SPEC.v_side.size:  # a pair
+        d -= gl.where(d < acc.shape[1] // 2, 0, acc.shape[1] - SPEC.v_side.size)
     at = to + row[:, None] * SPEC.v_side.size + d[None, :]
     gl.store(at, acc.to(to.dtype.element_ty), mask=live[:, None])
 
@@ -304,7 +316,7 @@ def store_item(
 ):  # fmt: skip
     """Write the result and the lse of a consumer's rows. PART: to a place among the parts."""
     G: gl.constexpr = SPEC.G
-    WIDTHS: gl.constexpr = widths_of(SHAPE.v.parts)
+    WIDTHS: gl.constexpr = widths_of(value_pieces_of(SHAPE.v.parts, SHAPE.v.size))
     for n in gl.static_range(len(WIDTHS)):
         store_columns(acc[n], item, place, batch, which, first_of(WIDTHS, n, SHAPE.v.size), PART, SPEC, SHAPE)
     if SPEC.lse or PART:
@@ -336,13 +348,14 @@ def attend(
     item, n, total, factor, cap, which: gl.constexpr, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
     """A consumer's rows of the n-th item, whose tiles are the total-th and following: scores times ``factor``."""
-    K_PARTS: gl.constexpr = SHAPE.k.parts
+    PIECES: gl.constexpr = pieces_of(SHAPE.k.size)
     tensors, numbers = batch.tensors, batch.numbers
     MASKS: gl.constexpr = SPEC.masks
     SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
     N: gl.constexpr = SHAPE.N
     V_PARTS: gl.constexpr = SHAPE.v.parts
-    WIDTHS: gl.constexpr = widths_of(V_PARTS)
+    V_PIECES: gl.constexpr = value_pieces_of(V_PARTS, SHAPE.v.size)
+    WIDTHS: gl.constexpr = widths_of(V_PIECES)
     BY_ROWS: gl.constexpr = shared.row_factors is not None
     ROW_SLOTS: gl.constexpr = SHAPE.row_slots
     s_layout: gl.constexpr = sums_layout(N)
@@ -375,7 +388,7 @@ def attend(
         wait_full(shared.rows_full, n)
     wait_full(shared.k.ring, total)
     q_tile = n % ROW_SLOTS * (SHAPE.M // WARPGROUP) + which
-    s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, q_tile, total, K_PARTS)])
+    s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, q_tile, total, PIECES)])
     release_each(shared.k.ring, total)
     if SOFT_CAP:
         s = apply_soft_cap(s, (cap[0], as_column(cap[1], BY_ROWS)))
@@ -418,7 +431,7 @@ def attend(
             sums = step(sums, total + t, item.end_tile - 1 - t, item, n, rows, batch, which, shared, SPEC, SHAPE)
     release(shared.item_ring, n)
     wait_full(shared.v.ring, last)
-    acc = wait_for(multiply_values(sums.p16, shared.v, last, sums.acc, V_PARTS), V_PARTS)
+    acc = wait_for(multiply_values(sums.p16, shared.v, last, sums.acc, V_PIECES), V_PIECES)
     release_each(shared.v.ring, last)
 
     l = gl.convert_layout(gl.sum(sums.l, 1), s_rows)
@@ -430,7 +443,7 @@ def attend(
     if tensors.v_scale is not None:
         share *= gl.load(tensors.v_scale)
     lse2 = gl.where(seen, m + gl.log2(gl.where(seen, l, 1.0)), float("-inf"))
-    acc = scaled(acc, share, V_PARTS)
+    acc = scaled(acc, share, V_PIECES)
     if shared.places is None:
         store_item(acc, lse2, item, 0, batch, which, False, SPEC, SHAPE)
     elif place < 0:  # a whole unit

@@ -37,7 +37,9 @@ from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
     as_tiles,
     box_layout,
     box_of,
+    distance_of,
     parts_of,
+    pieces_of,
     places,
     query_places,
     value_parts_of,
@@ -115,7 +117,7 @@ def not_loaded(spec: Spec) -> list[str]:
 
 def served_sizes() -> tuple[int, ...]:
     """The head sizes that divide into at most MOST_PARTS parts."""
-    return tuple(size for size in SIZES if len(parts_of(size)) <= MOST_PARTS)
+    return tuple(size for size in SIZES if len(pieces_of(size)) <= MOST_PARTS)
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
@@ -291,16 +293,18 @@ def shape_of(spec: Spec, shared_memory: int, consumers: int = 2) -> HopperShape:
     D, itemsize = spec.k_side.size, spec.dtype.itemsize
     pieces = spec.v_side.size // PIECE if spec.v_side.size in WIDE else 1
     Dv = spec.v_side.size // pieces
-    k_parts, v_parts = parts_of(D), value_parts_of(Dv)
+    page = spec.B & -spec.B
+    k_parts, v_parts = parts_of(D, page), value_parts_of(Dv, page)
+    both = sum(k_parts) + sum(v_parts)
     space = (shared_memory - OTHERS) // itemsize - M * D
     # With Triton 3.9 matmuls in three parts would run one after another (C7512), with any number of registers.
-    fits = len(parts_of(Dv)) < 3 or TRITON < (3, 9)
-    N = 128 if Dv <= 128 and 2 * 128 * (D + sum(v_parts)) <= space and fits else KEYS_OF_WIDE if D in WIDE else 64
-    stage = N * (D + sum(v_parts))
+    fits = len(pieces_of(Dv)) < 3 or TRITON < (3, 9)
+    N = 128 if Dv <= 128 and 2 * 128 * both <= space and fits else KEYS_OF_WIDE if D in WIDE else 64
+    stage = N * both
     slots = min(MOST_SLOTS, 1 + (space - 2 * stage) // (M * D))
     stages = min(MOST_STAGES, (space - (slots - 1) * M * D) // stage)
     heads = pieces * max(each for each in range(1, min(spec.K, HEADS) + 1) if spec.K % each == 0)
-    page = min(spec.B & -spec.B, N)
+    page = min(page, N)
     k, v = Columns(D, k_parts, matrix_of(spec.k_side, spec)), Columns(Dv, v_parts, matrix_of(spec.v_side, spec))
     registers, warps = (_registers(spec), 4) if consumers == 2 else (REGISTERS_OF_THREE, 1)
     return HopperShape(M, N, page, stages, slots, slots, heads, registers, k, v, warps, pieces)
@@ -308,12 +312,12 @@ def shape_of(spec: Spec, shared_memory: int, consumers: int = 2) -> HopperShape:
 
 def _registers(spec: Spec) -> tuple[int, int, int]:
     """With fewer registers, sums and scores of the consumers spill, or addresses of many small copies."""
-    parts = len(parts_of(spec.k_side.size))
+    pieces = len(pieces_of(spec.k_side.size))
     if spec.v_side.size > 192:
         return 224, 224, 24
-    if parts > 1 and spec.v_side.size < 128:
+    if pieces > 1 and spec.v_side.size < 128:
         return 200, 200, 56
-    consumer = 216 if parts == 1 and spec.logits.soft_cap else 208
+    consumer = 216 if pieces == 1 and spec.logits.soft_cap else 208
     return consumer, consumer, 40
 
 
@@ -322,7 +326,7 @@ def descriptors(spec: Spec, page: int) -> list[Described]:
     made: list[Described] = []
     for name, side, parts in (("key_cache", spec.k_side, parts_of), ("value_cache", spec.v_side, value_parts_of)):
         size = PIECE if side is spec.v_side and side.size in WIDE else side.size
-        each = [(name, functools.partial(describe, side, spec, page, part)) for part in parts(size)]
+        each = [(name, functools.partial(describe, side, spec, page, part)) for part in parts(size, page)]
         made += [*each, *[None] * (MOST_PARTS - len(each))]
     return made
 
@@ -334,7 +338,7 @@ def describe(side: Side, spec: Spec, page: int, part: int, cache: Tensor) -> Ten
     (N, _, K, D), matrix = cache.shape, matrix_of(side, spec)
     box, columns = box_of(page, part), (K - 1) * matrix.columns_head + D
     shape = _rows(side, spec, N) // 8, box[1], 8, columns
-    groups = cache.as_strided((*shape[:3], box[3]), (8 * side.b, 64, side.b, 1))
+    groups = cache.as_strided((*shape[:3], box[3]), (8 * side.b, distance_of(part, side.size), side.b, 1))
     return TensorDescriptor(groups, list(shape), list(groups.stride()), box, box_layout(part))
 
 
@@ -346,9 +350,9 @@ def pairs_of(cache: Tensor) -> Tensor:
 
 @gluon.constexpr_function
 def takes_turns(shape):
-    """Whether two consumers take turns at the tensor cores: heads of less than 128 in several parts gain 4%; all others
-    that were measured lose."""
-    return len(shape.k.parts) > 1 and shape.k.size < 128
+    """Whether two consumers take turns at the tensor cores: heads of 80 and 96 gain 4%; all others that were measured
+    gain nothing."""
+    return 64 < shape.k.size < 112
 
 
 class Shared(NamedTuple):
@@ -378,9 +382,10 @@ def shared_memory(dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr, 
     ROW_SLOTS: gl.constexpr = SHAPE.row_slots
     K_PARTS: gl.constexpr = SHAPE.k.parts
     V_PARTS: gl.constexpr = SHAPE.v.parts
+    PIECES: gl.constexpr = pieces_of(SHAPE.k.size)
     RELEASES: gl.constexpr = 128 * CONSUMERS  # by release_each
-    q_groups = query_places(dtype, ROW_SLOTS * M, K_PARTS)
-    q_tiles = as_tiles(q_groups, dtype, ROW_SLOTS * CONSUMERS, WARPGROUP, K_PARTS)
+    q_groups = query_places(dtype, ROW_SLOTS * M, PIECES)
+    q_tiles = as_tiles(q_groups, dtype, ROW_SLOTS * CONSUMERS, WARPGROUP, PIECES)
     keys = tiles_of(dtype, K_PARTS, SHAPE, RELEASES)
     values = tiles_of(dtype, V_PARTS, SHAPE, RELEASES)
     items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())

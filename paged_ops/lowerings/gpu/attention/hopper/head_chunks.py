@@ -1,9 +1,13 @@
 """The Hopper kernel's columns: heads of any multiple of 16, in parts whose sizes are powers of two.
 
 In Gluon the sizes of tensors, copies and matmuls are powers of two. So the columns of a head are divided (192 is
-128 + 64, 112 is 64 + 32 + 16), and each part has its own places in shared memory, copies and matmuls: keys add to the
+128 + 64, 176 is 128 + 32 + 16), and each part has its own places in shared memory, copies and matmuls: keys add to the
 same scores, values to separate sums. Nothing is padded, but a part of values may overlap the previous one. Constants
 are tuples of the parts' sizes, the largest first.
+
+With small blocks heads of 80, 96 and 112 are one part, a PAIR of groups: the first 64 columns of the head and the last
+64, which overlap. One copy loads both. Matmuls multiply pieces of it (96 is 64 + 32), so that no column counts twice in
+a score.
 
 A part lies in groups of 8 rows by up to 64 columns, swizzled, with all columns of 8 rows together: so a block of the
 cache is one copy, and tiles of any number of rows are made of blocks.
@@ -18,18 +22,45 @@ from paged_ops.lowerings.gpu.gluon_names import reinterpret
 
 WARPGROUP = gl.constexpr(64)  # rows of a tile that one warpgroup multiplies
 WIDEST = 128  # columns of a matmul with values: ptxas allows no more next to the scores
+PAIR, GROUP = 128, 64
+LARGEST_OF_PAIRS = 16  # tokens of a block: larger blocks need fewer copies
 
 
-def parts_of(size: int) -> tuple[int, ...]:
-    """The powers of two that make up a size."""
-    return tuple(1 << n for n in reversed(range(size.bit_length())) if size >> n & 1)
+@gluon.constexpr_function
+def pieces_of(size):
+    """The columns of each matmul of scores, powers of two. In the second group of a pair each begins at a multiple of
+    its size."""
+    powers = tuple(1 << n for n in reversed(range(size.bit_length())) if size >> n & 1)
+    return (powers[0], *reversed(powers[1:])) if GROUP < size < PAIR else powers
 
 
-def value_parts_of(size: int) -> tuple[int, ...]:
-    """The same for values, with 64 in place of 32 + 16: a matmul with few columns takes about as long as one with 64.
-    The last part then overlaps the previous one."""
-    parts = parts_of(size)
-    return (*parts[:-2], 64) if parts[-2:] == (32, 16) and size > 64 else parts
+def parts_of(size: int, page: int) -> tuple[int, ...]:
+    """The parts of keys of a head: as they are multiplied, or a pair. ``page``: keys per copy."""
+    return (PAIR,) if GROUP < size < PAIR and page <= LARGEST_OF_PAIRS else pieces_of(size)
+
+
+def value_parts_of(size: int, page: int) -> tuple[int, ...]:
+    """The same for values, with 64 in place of 32 + 16, which takes about as long. The last part then overlaps the
+    previous one."""
+    parts = parts_of(size, page)
+    return (*parts[:-2], 64) if sum(parts[-2:]) == 48 and size > 64 else parts
+
+
+@gluon.constexpr_function
+def value_pieces_of(parts, size):
+    """The columns of each matmul with values; all of a pair at once rather than three."""
+    return pieces_of(size) if parts[0] > size and len(pieces_of(size)) == 2 else parts
+
+
+@gluon.constexpr_function
+def column_in_pair(pieces, n):
+    """The column of a pair at which a piece begins."""
+    return PAIR - sum(pieces[n:]) if n else 0
+
+
+def distance_of(part: int, size: int) -> int:
+    """Columns from one group of a part to the next."""
+    return size - GROUP if part > size else GROUP
 
 
 @gluon.constexpr_function
@@ -40,7 +71,7 @@ def sum_of(parts):
 @gluon.constexpr_function
 def first_of(parts, n, size):
     """The column of a head of this size at which a part begins."""
-    return min(sum(parts[:n]), size - parts[n])
+    return max(min(sum(parts[:n]), size - parts[n]), 0)
 
 
 @gluon.constexpr_function

@@ -12,7 +12,7 @@ halves of the latents and the rotated columns have separate rings.
 
 If there are more heads than rows, the key tiles of one group of heads come first for all sequences (``heads_apart``):
 neighbouring programs then take the same tiles for different groups, and all but one find them in the L2 cache. Units of
-equal length are not divided if that makes shares little longer (``aligned``).
+equal length are not divided, or into equal pieces, if that makes shares little longer (``aligned``).
 
 Letters: R latent columns, which are keys and values, P rotated columns, which are keys only, G query heads per unit,
 B tokens per block. A unit's 64 query rows are packed (row r is token ``r // G``, head ``r % G``).
@@ -64,6 +64,7 @@ from paged_ops.lowerings.gpu.target import TRITON, Target
 ROWS = 64  # packed query rows of a unit
 KEYS = 64  # of a tile
 START = 192  # the cost of beginning a unit, in keys
+MOST_PIECES = 1 << 20  # of units of equal length: any number
 LATENT, ROTATED = 512, 64  # columns
 KEY_BYTES = gl.constexpr(2 * (LATENT + ROTATED))
 HALF = gl.constexpr(LATENT // 2)
@@ -114,7 +115,7 @@ def plan_of(rows: int, spec: Spec, target: Target, shapes: Shapes) -> Choice | s
     # Where programs may begin several units, shares count the cost.
     start = START // KEYS if 4 * shapes.S * K >= target.processors else 0
     division = tuning.division(rows, shapes.S, everyone=True)
-    return shapes.T, division._replace(heads_apart=apart, aligned=True, start=start)
+    return shapes.T, division._replace(heads_apart=apart, aligned=MOST_PIECES, start=start)
 
 
 def packed(spec: Spec, rows: int) -> Spec:
@@ -310,9 +311,6 @@ def latent_hopper_kernel(
     SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     M: gl.constexpr = SHAPE.M
     row_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -326,6 +324,9 @@ def latent_hopper_kernel(
     messages = Messages(weights, factors, None, ring.ring_of(1, 1, 2))
     shared = LatentMemory((q_rotated, q_left, q_right), ring.ring_of(1, 1, 1), tiles, messages)
     fence_async_shared()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     batch = Batch(tensors, numbers, None)
     share = share_of(share_index(SPEC, DIVISION), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
     descs = (q_rotated_desc, q_latent_desc, rotated_desc, latent_desc)

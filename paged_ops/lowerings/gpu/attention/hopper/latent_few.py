@@ -41,6 +41,7 @@ from paged_ops.lowerings.gpu.target import Target
 ROWS = 16  # packed query rows of a unit
 UNITS = 2  # units whose query rows are in shared memory
 REGISTERS = (40,)  # of the producer
+MOST_PIECES = 4  # of units of equal length; more begin as many units as shares of all processors do
 
 serves = latent.serves
 
@@ -51,7 +52,7 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
     if rows > ROWS:
         return f"{rows} packed query rows per sequence: more than {ROWS}"
     choice = latent.plan_of(ROWS, spec, target, shapes)
-    return choice if isinstance(choice, str) else (choice[0], choice[1]._replace(aligned=False))
+    return choice if isinstance(choice, str) else (choice[0], choice[1]._replace(aligned=MOST_PIECES))
 
 
 def rows_of_unit(spec: Spec, shapes: Shapes) -> int:

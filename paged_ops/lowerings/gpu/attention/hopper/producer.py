@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from paged_ops.lowerings.gpu.attention.hopper import work as items
-from paged_ops.lowerings.gpu.attention.hopper.head_chunks import first_of, rows_at_once, sum_of
+from paged_ops.lowerings.gpu.attention.hopper.head_chunks import first_of, pieces_of, rows_at_once, sum_of
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, full_of, release, stage_of, wait_empty
 from paged_ops.lowerings.gpu.attention.hopper.work import Work
 from paged_ops.lowerings.gpu.attention.shared.masks import place_at
@@ -32,12 +32,13 @@ class TileRing(NamedTuple):
 def fetch_rows(
     query, item, groups, slot, PART: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr, WARPS: gl.constexpr
 ):
-    """Begin to copy the columns of one part of an item's query rows."""
+    """Begin to copy the columns of one piece of an item's query rows."""
     G: gl.constexpr = SPEC.G
-    SIZE: gl.constexpr = SHAPE.k.parts[PART]
+    PIECES: gl.constexpr = pieces_of(SPEC.k_side.size)
+    SIZE: gl.constexpr = PIECES[PART]
     ROWS: gl.constexpr = rows_at_once(SIZE)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [max(256 // SIZE, 1), min(SIZE // 8, 32)], [WARPS, 1], [1, 0])
-    d = first_of(SHAPE.k.parts, PART, SPEC.k_side.size) + gl.arange(0, SIZE, gl.SliceLayout(0, layout))
+    d = first_of(PIECES, PART, SPEC.k_side.size) + gl.arange(0, SIZE, gl.SliceLayout(0, layout))
     first_row = item.row_start.to(gl.int64) + item.first_token
     for part in range((SHAPE.M + ROWS - 1) // ROWS):
         r = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -51,7 +52,7 @@ def fetch_rows(
 @gluon.jit
 def begin_rows(query, item, groups, slot, SPEC: gl.constexpr, SHAPE: gl.constexpr, WARPS: gl.constexpr = 4):
     """Begin to copy an item's query rows to a slot."""
-    for part in gl.static_range(len(SHAPE.k.parts)):
+    for part in gl.static_range(len(pieces_of(SPEC.k_side.size))):
         fetch_rows(query, item, groups[part], slot, part, SPEC, SHAPE, WARPS)
     async_copy.commit_group()
 

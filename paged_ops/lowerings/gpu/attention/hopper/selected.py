@@ -34,7 +34,13 @@ from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
 from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.selected_load import load_part
-from paged_ops.lowerings.gpu.attention.hopper.softmax import SLACK
+from paged_ops.lowerings.gpu.attention.hopper.softmax import (
+    SLACK,
+    by_threads,
+    rows_by_threads,
+    rows_layout,
+    scaled_if_raised,
+)
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, Part
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.triton import merge
@@ -48,7 +54,7 @@ FEW = 16  # the most query rows that are columns of the matmuls
 STAGES = 2  # tiles in shared memory
 LOADERS, LOADERS_OF_FEW = 4, 8  # warps that copy keys, and for few query rows over rows with scales
 # Of the warps after the first ones: those that copy keys are last. Rows with scales have the numbers of a tile in them.
-REGISTERS, APART_REGISTERS, SCALED_REGISTERS = (80,), (176, 176, 56), {4: (144,), 8: (112,)}
+REGISTERS, APART_REGISTERS, SCALED_REGISTERS = (80,), (176, 176, 56), {4: (128,), 8: (112,)}
 LATENT = gl.constexpr(latent.LATENT)
 # What a part, and a merge, cost besides the tiles, in tiles: see parts_of.
 START, MERGE = 1, 2
@@ -213,7 +219,7 @@ def multiply_values(acc, p, at, shared, SHAPE: gl.constexpr):
         fence_async_shared()
         acc = warpgroup_mma(shared.weights, latents, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    ring.release(shared.ring, at)
+    ring.release_each(shared.ring, at)
     return acc
 
 
@@ -258,14 +264,19 @@ def attend_part(
         qk = multiply_keys(part, counts, t, zero, shared, SHAPE)
         seen = shared.seen.index(ring.stage_of(shared.ring, at)).load(gl.SliceLayout(1 - AXIS, layout))
         scores = gl.where(gl.expand_dims(seen != 0, 1 - AXIS), qk * factor, float("-inf"))
-        m_new = gl.maximum(m, gl.max(scores, AXIS))
+        largest = gl.max(scores, AXIS)
+        # As in softmax_tile: a maximum that grows little stays in use.
+        m_new = gl.where(largest > m + SLACK, largest, m)
         shift = roles.finite(m_new)
         p = gl.exp2(scores - gl.expand_dims(shift, AXIS))
         decay = gl.exp2(m - shift)
         m = m_new
         l = add_totals(l, decay, p, SHAPE)
-        decay = gl.convert_layout(decay, gl.SliceLayout(AXIS, sums))
-        acc = multiply_values(acc * gl.expand_dims(decay, AXIS), p, at, shared, SHAPE)
+        if SHAPE.few:
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(AXIS, sums))[None, :]
+        else:
+            acc = scaled_if_raised(acc, rows_by_threads(decay, rows_layout(by_threads(acc).type.layout)), 8)
+        acc = multiply_values(acc, p, at, shared, SHAPE)
     if SHAPE.few:
         l_ = gl.sum(l, 0)
     else:
@@ -301,8 +312,7 @@ def score_part(
         scores = gl.where((seen != 0)[None, :], qk * factor, float("-inf"))
         largest = gl.max(gl.max(scores.reshape([M, N // 8, 4, 2]), 1), 2)
         largest = gl.convert_layout(gl.max(largest, 1), row_layout)
-        # As in softmax_tile: a maximum that grows little stays in use.
-        m_new = gl.where(largest > m + SLACK, largest, m)
+        m_new = gl.where(largest > m + SLACK, largest, m)  # as in softmax_tile
         shift = roles.finite(m_new)
         p = gl.exp2(scores - shift[:, None])
         decay = gl.exp2(m - shift)
@@ -394,7 +404,7 @@ def selected_hopper_kernel(
     latents = gl.allocate_shared_memory(dtype, [SHAPE.stages, N, R], layout)
     rotated = gl.allocate_shared_memory(dtype, [SHAPE.stages, N, P], layout)
     # A tile is full when the copies of each thread have arrived, and what is seen of it is known.
-    tiles = ring.ring_of(SHAPE.stages, SHAPE.loaders * 32 + 1, 3 if SHAPE.apart else 1)
+    tiles = ring.ring_of(SHAPE.stages, SHAPE.loaders * 32 + 1, 3 if SHAPE.apart else 128 if SHAPE.few else 256)
     seen = gl.allocate_shared_memory(gl.int8, [SHAPE.stages, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     weights = gl.allocate_shared_memory(dtype, [M, N], layout)
     messages = None

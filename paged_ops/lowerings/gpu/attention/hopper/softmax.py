@@ -124,11 +124,11 @@ def softmax_tile(scores, m, factor, BY_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def scaled_if_raised(acc, factors):
-    """Sums ``[M, columns]`` times the factors of their rows, most of which are 1."""
+def scaled_if_raised(acc, factors, WARPS: gl.constexpr = 4):
+    """Sums ``[M, columns]`` times the factors of their rows, most of which are 1. Four of the warps have all rows."""
     x = by_threads(acc)
     factors = gl.convert_layout(factors, rows_layout(x.type.layout))[:, None, :, None]
-    COUNT: gl.constexpr = acc.shape[1] // 2  # of a thread
+    COUNT: gl.constexpr = acc.shape[1] * 2 // WARPS  # of a thread
     x = gl.inline_asm_elementwise(
         scale_asm(COUNT), scale_constraints(COUNT), [x, factors], gl.float32, is_pure=True, pack=COUNT
     )

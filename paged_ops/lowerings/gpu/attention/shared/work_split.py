@@ -37,7 +37,8 @@ def sequences_of(n, batch, DIVISION: tl.constexpr):
 
 @triton.jit
 def shares(p, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr):
-    """Program p's share of all key tiles, start : end; the tiles of a share; the number of shares with one more."""
+    """Program p's share of all key tiles, start : end; the tiles of a share; the number of shares with one more, or
+    minus the number of pieces that :func:`align` cuts units into."""
     total = 0
     units = 0
     longest = 0
@@ -57,21 +58,28 @@ def shares(p, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.con
     share = total // P
     longer = total - share * P
     if DIVISION.aligned:
-        share, longer = align(share, longer, total, units, longest, P)
-        start = tl.minimum(p * share + tl.minimum(p, longer), total)
-        end = tl.minimum(start + share + tl.where(p < longer, 1, 0), total)
-    else:
-        start = p * share + tl.minimum(p, longer)
-        end = start + share + tl.where(p < longer, 1, 0)
+        share, longer = align(share, longer, total, units, longest, P, DIVISION)
+    start = p * share + tl.minimum(p, longer)
+    end = start + share + tl.where(p < longer, 1, 0)
+    if DIVISION.aligned:
+        pieces = tl.maximum(-longer, 1)
+        unit = p // pieces * longest
+        own = unit + p % pieces * share
+        own_end = tl.where(p % pieces == pieces - 1, unit + longest, own + share)
+        start = tl.minimum(tl.where(longer < 0, own, start), total)
+        end = tl.minimum(tl.where(longer < 0, own_end, end), total)
     return start, end, share, longer
 
 
 @triton.jit
-def align(share, longer, total, units, longest, P):
-    """Shares of whole units, for some of the programs, if all units are equally long and that takes little longer."""
-    of_units = (units + P - 1) // P * longest
-    fits = (units * longest == total) & (of_units * P <= total + total // 20)
-    return tl.where(fits, of_units, share), tl.where(fits, 0, longer)
+def align(share, longer, total, units, longest, P, DIVISION: tl.constexpr):
+    """If all units are equally long, and that takes little longer: shares of whole units, or of equal pieces of one."""
+    tiles = tl.maximum(longest - DIVISION.start, 1)
+    piece = (tiles - 1) // tl.maximum(P // tl.maximum(units, 1), 1) + 1
+    pieces = (tiles - 1) // piece + 1
+    aligned = tl.where(pieces > 1, piece, (units + P - 1) // P * longest)
+    fits = (units * longest == total) & (aligned * P <= total + total // 20) & (pieces <= DIVISION.aligned)
+    return tl.where(fits, aligned, share), tl.where(fits, tl.where(pieces > 1, -pieces, 0), longer)
 
 
 @triton.jit

@@ -98,6 +98,10 @@ def merge_kernel(
     left = end_tile - first_tile - 1 - tile
     first = program_of(end - 1 - tile, share, longer)
     last = program_of(end - 1 + left, share, longer)
+    if DIVISION.aligned:
+        pieces = tl.maximum(-longer, 1)
+        first = tl.where(longer < 0, p // pieces * pieces, first)
+        last = tl.where(longer < 0, first + pieces - 1, last)
     kh = unit % K
     first_token = unit // K * TOKENS
     row_start += first_token
@@ -116,12 +120,25 @@ def merge_kernel(
     ROWS: tl.constexpr = GROUP if GROUP < MOST else MOST  # in triton 3.5 (torch 2.9) min() would give a tensor
     WIDTH: tl.constexpr = DV_PAD if DV_PAD < 32 else 32
     if WIDE:
-        if last - first < 8:
+        if GROUP > 16:  # of few parts several heads at once
+            if last - first < 2:
+                merge_items(tensors, cut, helper, helpers, SPEC, TILE, 4, DV_PAD, 2, 1)
+            elif last - first < 4:
+                merge_items(tensors, cut, helper, helpers, SPEC, TILE, 2, DV_PAD, 4, 1)
+            elif last - first < 8:
+                merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, DV_PAD, 8, 1)
+            elif last - first < 16:
+                merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, DV_PAD, 16, 1)
+            elif last - first < 32:
+                merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, 256, 32, 1)
+            elif last - first < 64:
+                merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, 128, 64, 1)
+            else:
+                merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, 32, 256, 1)
+        elif last - first < 8:
             merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, DV_PAD, 8, 1)
         elif last - first < 16:
             merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, 128, 16, 1)
-        elif GROUP > 16:
-            merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, 32, 64, 2)
         # few rows: no more items than programs, and as wide as that allows
         elif last - first < 32:
             merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, 64, 32, 1)
