@@ -4,6 +4,7 @@
 are short here, so that short sequences have several.
 """
 
+import math
 import os
 
 import pytest
@@ -20,7 +21,7 @@ from paged_ops.lowerings.gpu import spec
 from paged_ops.lowerings.gpu.attention import call, tuning
 from paged_ops.lowerings.gpu.attention.hopper import invariant as hopper
 from paged_ops.lowerings.gpu.attention.hopper.segments import Cuts
-from paged_ops.lowerings.gpu.attention.shared.tile import LOG2E
+from paged_ops.lowerings.gpu.attention.hopper.softmax import LEAST
 from paged_ops.lowerings.gpu.attention.triton import invariant
 from tests.fuzz import invariant as campaign
 from tests.fuzz import runner
@@ -156,8 +157,9 @@ def test_states_of_segments_are_folded_from_the_last_to_the_first(fold, sharing)
     assert places <= cuts.states
     parts = torch.randn(cuts.states, cuts.rows, D)
     pairs = torch.stack((torch.randn(cuts.states, cuts.rows), torch.rand(cuts.states, cuts.rows) + 1), 2)
-    pairs[torch.rand(pairs.shape[:2]) < 0.2] = torch.tensor([-torch.inf, 0.0])
-    parts[pairs[..., 0].isinf()] = 0.0
+    least = float(torch.tensor(LEAST.value))  # as float32
+    pairs[torch.rand(pairs.shape[:2]) < 0.2] = torch.tensor([least, 0.0])
+    parts[pairs[..., 0] == least] = 0.0
     out, lse = torch.full((T, K * G, D), torch.nan), torch.full((T, K * G), torch.nan)
     side = spec.Side(D, 1, 1, 0, 0, 0, 0, 1, None)
     of_call = spec.spec_of(
@@ -168,28 +170,27 @@ def test_states_of_segments_are_folded_from_the_last_to_the_first(fold, sharing)
     given = dict.fromkeys(spec.Pointers._fields)
     given |= {"out": out, "lse": lse, "parts": parts, "part_lse": pairs, "seq_lens": torch.tensor(lens).int()}
     tensors = spec.Pointers(**{**given, "query_start_loc": starts})
-    scale, log2e = 0.3, LOG2E.value
     constants = {
         "SPEC": of_call, "PLAN": hopper.Plan(division, cuts, 8), "FOLD": fold, "PDL": False,
         "TILE": spec.TileShape(64, 128, 0, D, 0, False),
     }  # fmt: skip
-    hopper.invariant_states_kernel[(len(lens) * K * sharing,)](tensors, scale, 0.0, 0, 0, 2, len(lens), T, **constants)
+    hopper.invariant_states_kernel[(len(lens) * K * sharing,)](tensors, 0.3, 0.0, 0, 0, 2, len(lens), T, **constants)
     first = 0
     for s, count in enumerate(counts):
         for kh in range(K if count > 1 else 0):
             for r in range(query_lens[s] * G):
-                acc, m, l = torch.zeros(D), torch.tensor(-torch.inf), torch.tensor(0.0)
+                acc, m, l = torch.zeros(D), torch.tensor(least), torch.tensor(0.0)
                 for segment in reversed(range(count)):
                     place = (first + segment) * K + kh
                     m_part, l_part = pairs[place, r]
-                    if m_part == -torch.inf:
+                    if m_part == least:
                         continue
                     m_new = torch.maximum(m, m_part)
-                    decay, weight = (torch.exp2((each - m_new) * scale * log2e) for each in (m, m_part))
+                    decay, weight = (torch.exp2(each - m_new) for each in (m, m_part))
                     acc, l, m = acc * decay + parts[place, r] * weight, l * decay + l_part * weight, m_new
                 row, head = int(starts[s]) + r // G, kh * G + r % G
                 torch.testing.assert_close(out[row, head], acc / l)
-                torch.testing.assert_close(lse[row, head], m * scale + l.log())
+                torch.testing.assert_close(lse[row, head], m * math.log(2) + l.log())
         if count == 1:  # the other kernel's
             assert out[starts[s] : starts[s + 1]].isnan().all()
         first += count
@@ -197,5 +198,5 @@ def test_states_of_segments_are_folded_from_the_last_to_the_first(fold, sharing)
     if sharing > 1:
         again = [torch.full_like(each, torch.nan) for each in (out, lse)]
         tensors = tensors._replace(out=again[0], lse=again[1])
-        hopper.invariant_states_kernel[(len(lens) * K,)](tensors, scale, 0.0, 0, 0, 2, len(lens), T, **constants)
+        hopper.invariant_states_kernel[(len(lens) * K,)](tensors, 0.3, 0.0, 0, 0, 2, len(lens), T, **constants)
         assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip((out, lse), again, strict=True))
