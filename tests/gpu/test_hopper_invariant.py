@@ -108,10 +108,14 @@ def test_tiles_of_bytes_fit_shared_memory(D, M):
         ({"B": 8}, ["fp8", "states"]),
         ({"layout": "X_PACKED"}, ["fp8", "states"]),
         ({"stored": None}, ["items", "states"]),
+        ({"stored": None, "T": 20}, ["few", "states"]),
+        ({"stored": None, "T": 1, "S": 1, "H": 64, "K": 4, "dtype": FP16}, ["few", "states"]),
+        ({"stored": None, "T": 20, "H": 34, "K": 2}, ["items", "states"]),  # of 17 rows
+        ({"stored": None, "T": 20, "B": 12}, ["items", "states"]),
     ],
     ids=str,
 )
-def test_kernels_of_decodes_over_fp8_caches(changes, kernels):
+def test_kernels_of_decodes(changes, kernels):
     of_call, shapes = planned(**{"T": 40, "S": 20, "stored": E4M3, **changes})
     launches = choose.launches_of(invariant, of_call, H200, shapes).launches
     assert [launch.kernel[0] for launch in launches] == [f"invariant_{name}_kernel" for name in kernels]
@@ -275,6 +279,22 @@ def test_prompts_come_first_if_no_program_is_for_short_sequences(tokens, monkeyp
 
 BATCHES = {
     "decodes": {"heads": (32, 8), "tokens": [1] * 6, "lens": [9000, 1, 0, 128, 4097, 700]},
+    "many of no, one or three tokens": {
+        "heads": (32, 8),
+        "tokens": [1, 3, 0, 0] * 5,
+        "lens": [5000, 4100, 7, 9, 30] * 4,
+        "padding": 7,
+    },
+    "three tokens whose segments have two lengths": {"heads": (8, 1), "tokens": [3, 0, 0], "lens": [131_074, 5, 9]},
+    "16 query heads, head size 64, float16, not causal": {
+        "heads": (16, 1),
+        "tokens": [1, 1, 0, 2],
+        "lens": [3000, 1, 70, 2050],
+        "D": 64,
+        "dtype": FP16,
+        "causal": False,
+    },
+    "14 query heads": {"heads": (28, 2), "tokens": [1] * 3, "lens": [2047, 129, 1100], "layout": "HND", "B": 8},
     "one head, long": {"heads": (8, 1), "tokens": [1, 1], "lens": [140_000, 3], "B": 64},
     "chunks": {"heads": (32, 8), "tokens": [1, 300, 130, 17], "lens": [5000, 4000, 130, 3000], "padding": 5},
     "16 tokens": {"heads": (32, 8), "tokens": [16] * 3, "lens": [4100, 16, 9000]},

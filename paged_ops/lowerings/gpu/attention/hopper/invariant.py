@@ -35,6 +35,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense, fp8, invariant_decode, invariant_fp8, mixed, shares
 from paged_ops.lowerings.gpu.attention.hopper import invariant_beside as beside
+from paged_ops.lowerings.gpu.attention.hopper import invariant_few as few_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
 from paged_ops.lowerings.gpu.attention.hopper.invariant_items import scheduler
@@ -209,6 +210,10 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     span = segment * max(SEGMENTS // spec.K, FEWEST_SEGMENTS)
     cuts = Cuts(segment // shape.N, span, rows, WORKSPACE // (rows * Dv))
     few = decodes(spec, rows, S, target)
+    keys_first = M == WARPGROUP.value and tma and not is_fp8(spec) and rows <= few_rows.MOST_ROWS
+    if keys_first:
+        shape = few_rows.shape_of(spec, rows, target.shared_memory)
+        division = division._replace(at_once=min(division.at_once, few_rows.SEQUENCES))
     everyone = few and M == WARPGROUP.value
     beside_rows = beside.ROWS if decoders else rows if few else 0
     plan = Plan(division, cuts, LEAD, beside_rows, everyone)
@@ -220,6 +225,9 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         halves = beside.decode_shape(spec, shape, target.shared_memory)
         more = {"DECODES": halves}
         described = [*filter(None, described), *mixed.chunk_descriptors(spec, halves.page)]
+    elif keys_first:
+        kernel, described = few_rows.invariant_few_kernel, [*filter(None, described)]
+        more = {"AHEAD": few_rows.AHEAD, "maxnreg": few_rows.MAXNREG}
     read = spec
     if are_copied(spec):
         D = spec.k_side.size
@@ -371,22 +379,27 @@ def invariant_states_kernel(
     row_start = tl.load(tensors.query_start_loc + s)
     row_end = tl.load(tensors.query_start_loc + s + 1)
     seq_len = tl.load(tensors.seq_lens + s)
-    before = 0  # segments of the sequences before s
-    total = 0
-    for start in range(0, S, DIVISION.at_once):
-        s_ = start + tl.arange(0, DIVISION.at_once)
-        live = s_ < S
-        row_ = tl.load(tensors.query_start_loc + s_, mask=live, other=0)
-        q_ = tl.load(tensors.query_start_loc + s_ + 1, mask=live, other=0) - row_
-        _, units_, _ = segments_of(
-            q_, tl.load(tensors.seq_lens + s_, mask=live, other=0), G, TOKENS, DIVISION.rows, CUTS, TILE.N
-        )  # fmt: skip
-        units_ = tl.where(live, units_, 0)
-        total += tl.sum(units_)
-        before += tl.sum(tl.where(s_ < s, units_, 0))
     q_len = row_end - row_start
     _segment, units, _whole = segments_of(q_len, seq_len, G, TOKENS, DIVISION.rows, CUTS, TILE.N)
     store_padding(tensors, first_free + p, T, tl.num_programs(0), tl.arange(0, 1), tl.arange(0, Dv), SPEC.heads, Dv)
+    # Decoders store the states of sequences with one segment, too.
+    folds = (units > 0) & ((units > 1) | (q_len * G <= PLAN.beside))
+    before = 0  # segments of the sequences before s
+    total = 0
+    if folds:
+        for start in range(0, S, DIVISION.at_once):
+            s_ = start + tl.arange(0, DIVISION.at_once)
+            live = s_ < S
+            row_ = tl.load(tensors.query_start_loc + s_, mask=live, other=0)
+            q_ = tl.load(tensors.query_start_loc + s_ + 1, mask=live, other=0) - row_
+            _, units_, _ = segments_of(
+                q_, tl.load(tensors.seq_lens + s_, mask=live, other=0), G, TOKENS, DIVISION.rows, CUTS, TILE.N
+            )  # fmt: skip
+            units_ = tl.where(live, units_, 0)
+            total += tl.sum(units_)
+            before += tl.sum(tl.where(s_ < s, units_, 0))
+    elif p > 0:  # the first one waits for the kernel before, and so does the next kernel
+        return
     of_values = 1.0
     if tensors.k_scale is not None:
         scale *= tl.load(tensors.k_scale)
@@ -397,8 +410,7 @@ def invariant_states_kernel(
     if p == 0:
         if tensors.arrived is not None:
             tl.store(tensors.arrived + tl.arange(0, 4), 0)
-    # Decoders store the states of sequences with one segment, too.
-    if (units > 0) & ((units > 1) | (q_len * G <= PLAN.beside)) & (total * K <= CUTS.states):
+    if folds & (total * K <= CUTS.states):
         factor = scale * LOG2E
         for begin in range(p % sharing * ELEMENTS, q_len * (G * Dv), sharing * ELEMENTS):
             e = begin + tl.arange(0, ELEMENTS)
