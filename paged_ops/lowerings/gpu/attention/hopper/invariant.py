@@ -344,12 +344,10 @@ def invariant_zero_kernel(
 
 
 @triton.jit
-def load_state(tensors, place, e, there, Dv: tl.constexpr):
-    """Begin to load elements ``e`` of the state whose first row is ``place``: the maximum, the sum of weights, and the
-    sums of values."""
-    pairs = tensors.part_lse.to(tl.pointer_type(tl.int64)) + place
-    pair = tl.load(pairs + e // Dv, mask=there, other=NOTHING)
-    part = tl.load(tensors.parts + place * Dv + e, mask=there, other=0.0)
+def load_state(pairs, parts, there):
+    """Begin to load elements of a state: the maximum and the sum of weights of their rows, and the sums of values."""
+    pair = tl.load(pairs, mask=there, other=NOTHING)
+    part = tl.load(parts, mask=there, other=0.0)
     return pair.to(tl.int32).to(tl.float32, bitcast=True), (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True), part
 
 
@@ -420,10 +418,14 @@ def invariant_states_kernel(
             m = acc + float("-inf")
             l = acc
             for newest in range(units - 1, -1, -AT_ONCE):
+                place = ((before + newest) * K + kh).to(tl.int64) * CUTS.rows
+                pairs = tensors.part_lse.to(tl.pointer_type(tl.int64)) + place + row
+                parts = tensors.parts + place * Dv + e
                 states: tl.tuple = ()
                 for n in tl.static_range(AT_ONCE):  # all loads are under way before the first is needed
-                    place = ((before + newest - n) * K + kh).to(tl.int64) * CUTS.rows
-                    states += (load_state(tensors, place, e, live & (newest >= n), Dv),)
+                    # Offsets are constants, which cost no instruction.
+                    to = n * (K * CUTS.rows)
+                    states += (load_state(pairs - to, parts - to * Dv, live & (newest >= n)),)
                 tl.debug_barrier()  # else ptxas would move the loads to their uses, one after the other
                 for n in tl.static_range(AT_ONCE):
                     m_part, l_part, part = states[n]
