@@ -279,12 +279,8 @@ def test_prompts_come_first_if_no_program_is_for_short_sequences(tokens, monkeyp
 
 BATCHES = {
     "decodes": {"heads": (32, 8), "tokens": [1] * 6, "lens": [9000, 1, 0, 128, 4097, 700]},
-    "many of no, one or three tokens": {
-        "heads": (32, 8),
-        "tokens": [1, 3, 0, 0] * 5,
-        "lens": [5000, 4100, 7, 9, 30] * 4,
-        "padding": 7,
-    },
+    "many of no, one or three tokens": {"heads": (32, 8), "tokens": [1, 3, 0, 0] * 5, "lens": [5000, 4100, 7, 9] * 5},
+    "no or one token": {"heads": (8, 1), "tokens": [1, 0, 1, 0], "lens": [5000, 4100, 7, 0], "padding": 2},
     "three tokens whose segments have two lengths": {"heads": (8, 1), "tokens": [3, 0, 0], "lens": [131_074, 5, 9]},
     "16 query heads, head size 64, float16, not causal": {
         "heads": (16, 1),
