@@ -8,11 +8,12 @@ power of the GPU while it ran. Before a point is timed, its logits are compared 
 captured and attends by the float32 reference.
 
 Variants of the plain model, ``examples/compile_decode.py``: ``default`` is not autotuned; ``overlapping`` has
-this package's matmuls of few rows; ``no_attention`` writes the cache and does not read it; ``static`` is the same model
-with an unpaged cache and SDPA as PyTorch chooses. In the points with a ``+`` all sequences share that number of first
-tokens: ``cascade`` reads them once for all, ``default`` does not. ``transformers`` is the model of that library with
-this package's attention, projections fused, layers compiled, and matmuls of few rows; ``transformers_static`` the same
-model as that library runs it fastest by itself: a static cache, ``torch.compile(mode="reduce-overhead")``.
+this package's matmuls of few rows; ``fused`` has norms, gates and residual adds in them; ``no_attention`` writes the
+cache and does not read it; ``static`` is the same model with an unpaged cache and SDPA as PyTorch chooses. In points
+with a ``+`` all sequences share that number of first tokens: ``cascade`` reads them once for all, ``default`` does not.
+``transformers`` is the model of that library with this package's attention, projections fused, layers compiled, and
+matmuls of few rows; ``transformers_static`` the same model as that library runs it fastest by itself: a static cache,
+``torch.compile(mode="reduce-overhead")``.
 ``--options`` are inductor's, such as ``{"max_autotune": true}``. ``host.py`` times the first step from empty caches.
 """
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -40,23 +42,25 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import compile_decode
-from compile_decode import Config, Layer, Llama
+from compile_decode import Config, Layer, Llama, rotate
 
 from paged_ops import AttentionMetadata, Batch, KVCache, cascade_attention, reference, reshape_and_cache
 from paged_ops.bench.measure import host_us
 from paged_ops.graphs import DecodeGraphs, GraphKey, build_inputs, step_builder
-from paged_ops.integrations.transformers import attention_function
+from paged_ops.integrations.transformers import attention_function, few_rows
 from paged_ops.integrations.transformers import model as integration
 from paged_ops.integrations.transformers.projections import fuse_projections, use_overlapping_products
 
+few_row_linear: Any = functools.partial(torch.ops.paged_ops_models.few_row_linear.default, constant=True)
 LLAMA_8B = Config(32, 4096, 32, 8, 128, 14336, 128256, max_positions=1 << 16)
-POINTS = {"1x1024": (1, 1024), "1x32768": (1, 32768), "16x4096": (16, 4096), "64x1024": (64, 1024)}
-POINTS |= {"64x4096": (64, 4096), "256x1024": (256, 1024)}
+POINTS = {f"{S}x1024": (S, 1024) for S in (1, 2, 4, 8, 64, 256)}
+POINTS |= {"1x32768": (1, 32768), "16x4096": (16, 4096), "64x4096": (64, 4096)}
 PREFIXES = {"64x8192+256": 8192, "64x2048+256": 2048}
 SHARING = {"64x8192+256": (64, 8448), "64x2048+256": (64, 2304)}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "overlapping": {"triton.enable_pdl": True},
+    "fused": {"triton.enable_pdl": True},
     "no_attention": {},
     "static": {},
     "cascade": {},
@@ -125,7 +129,32 @@ class NoAttentionLayer(Layer):
         return NoAttentionLayer.rows[: len(query)]
 
 
-LAYERS = {"static": StaticLayer, "cascade": CascadeLayer, "no_attention": NoAttentionLayer}
+class FewRowLayer(Layer):
+    """Norms, gates and residual adds are in the matmuls of few rows; in the check they are not."""
+
+    fuses = True
+
+    def forward(
+        self, x: Tensor, delta: Tensor, angles: tuple[Tensor, Tensor], kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        if not FewRowLayer.fuses:
+            return Layer.forward(self, x, delta, angles, kv_cache, metadata)
+        qkv = few_row_linear(x, self.qkv.weight, self.norm1, None, 1e-5).unflatten(-1, (-1, self.head_size))
+        qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], 1)
+        qk = rotate(qk, *angles)
+        rows = self.attend(qk[:, : self.heads], qk[:, self.heads :], value, kv_cache, metadata)
+        x = few_row_linear(rows.flatten(1), self.out.weight, None, x)
+        hidden = few_row_linear(x, self.gate_up.weight, self.norm2, None, 1e-5, True)
+        return few_row_linear(hidden, self.down.weight, None, x), delta
+
+
+def few_row_end(model: Llama, x: Tensor, delta: Tensor, last_rows: Tensor) -> Tensor:
+    if not FewRowLayer.fuses:
+        return model._end(x, delta, last_rows)
+    return few_row_linear(x[last_rows], model.head.weight, model.norm, None, 1e-5)
+
+
+LAYERS = {"fused": FewRowLayer, "static": StaticLayer, "cascade": CascadeLayer, "no_attention": NoAttentionLayer}
 
 
 def transformers_model(c: Config) -> Any:
@@ -178,6 +207,8 @@ class Models:
             layer_type = LAYERS.get(variant, Layer)
             self._model.begin, self._model.run_layer = self._model._begin, layer_type.forward
             self._model.end = self._model._end
+            if variant == "fused":
+                self._model.end = functools.partial(few_row_end, self._model)
             for layer in self._model.layers:
                 layer.__class__ = layer_type
             self._model.compile_parts(dynamic=False, **options)
@@ -186,22 +217,22 @@ class Models:
 
 @contextlib.contextmanager
 def float32_reference() -> Iterator[None]:
-    """Within it nothing is compiled, and attention is the reference's."""
+    """Within it nothing is compiled, attention is the reference's, and norms are not in matmuls."""
 
     def attend(query: Tensor, kv_cache: Tensor, *batch: Any, **features: Any) -> Tensor:
         features.pop("value_cache", None)
         return reference.paged_attention(query.float(), kv_cache.float(), *batch, **features).to(query.dtype)
 
     modules = compile_decode, attention_function
-    before, own = [module.paged_attention for module in modules], CascadeLayer.attend
+    before, own, most = [module.paged_attention for module in modules], CascadeLayer.attend, few_rows.MOST_ROWS
     for module in modules:
         module.paged_attention = attend
-    CascadeLayer.attend = Layer.attend
+    CascadeLayer.attend, FewRowLayer.fuses, few_rows.MOST_ROWS = Layer.attend, False, 0
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        CascadeLayer.attend = own
+        CascadeLayer.attend, FewRowLayer.fuses, few_rows.MOST_ROWS = own, True, most
         for module, function in zip(modules, before, strict=True):
             module.paged_attention = function
 

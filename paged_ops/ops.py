@@ -485,10 +485,25 @@ def merge_over_ranks(part: Tensor, lse: Tensor, context: str) -> tuple[Tensor, T
 
 
 @op(library=MODELS)
-def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
+def few_row_linear(
+    x: Tensor,
+    weight: Tensor,
+    norm: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    constant: bool = False,
+) -> Tensor:
     """``x [..., C]`` times the transpose of ``weight [O, C]``: ``[..., O]`` in x's dtype, summed in float32.
 
-    On Hopper GPUs a kernel for few rows overlaps with the previous one: ``lowerings/gpu/linear.py``.
+    On Hopper GPUs kernels for few rows overlap with the previous kernel: ``lowerings/gpu/linear.py``.
+
+    Args:
+        norm: ``[C]``, the weight of an RMSNorm of x, with ``eps``, before the matmul.
+        gated: the first half of the matmul's columns are gates: ``silu(gate) * up``, ``[..., O / 2]``.
+        residual: of the result's shape, added to it.
+        constant: the kernel just before on this stream does not write the weight, so it may be read before that one
+            has ended.
     """
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from paged_ops.fake.models import EXCHANGES, REDUCERS, NormOptions
@@ -308,8 +309,23 @@ def merge_over_ranks(part: Tensor, lse: Tensor, context: str) -> tuple[Tensor, T
     return (weights * outs.float().where(weights != 0, 0.0)).sum(0).to(part.dtype), total
 
 
-def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
-    return (x.float() @ weight.float().T).to(x.dtype)
+def few_row_linear(
+    x: Tensor,
+    weight: Tensor,
+    norm: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    constant: bool = False,
+) -> Tensor:
+    rows = x.double()
+    if norm is not None:
+        rows = rows / (rows.square().mean(-1, keepdim=True) + eps).sqrt() * norm.double()
+    out = rows @ weight.double().T
+    if gated:
+        gate, up = out.chunk(2, -1)
+        out = F.silu(gate) * up
+    return (out if residual is None else out + residual.double()).to(x.dtype)
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -8,6 +8,7 @@ noise. Values that do not compile, or that give a wrong result, are dropped.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -41,6 +42,16 @@ class Workload:
     name: str
     make: Callable[[], tuple[list[Call], Callable[[Replay], object]]]
     num_bytes: int = 0  # approximate size of its inputs on the device
+    _kept: tuple[list[Call], Callable[[Replay], object]] | None = None
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside it all measurements have the same inputs, which are made once."""
+        self._kept = self.make()
+        try:
+            yield
+        finally:
+            self._kept = None
 
     def us(self, device: torch.device, repeats: int) -> float:
         """Microseconds of a call.
@@ -48,10 +59,22 @@ class Workload:
         Raises:
             WrongResultError: a result is wrong.
         """
-        calls, check = self.make()
+        calls, check = self._kept or self.make()
         replay = Replay(calls, device)
         check(replay)
         return replay.median_us(repeats)
+
+    def start_compiling(self) -> frozenset[Any]:
+        """Begins to compile the kernels of a call with the present numbers, in other processes. Returns which kernels
+        these are; none where kernels cannot be compiled ahead. Inside :meth:`kept`."""
+        from paged_ops.lowerings.gpu import precompile
+
+        if not (self._kept and self._kept[0] and precompile.can_precompile()):
+            return frozenset()
+        with precompile.noting() as jobs:
+            self._kept[0][0]()
+        precompile.compiler().submit(jobs)
+        return frozenset(jobs)
 
 
 class Watched(dict[str, Any]):
@@ -144,67 +167,101 @@ def descend(
 
     Args:
         tree: the tree that the lowering reads, not a copy.
-        workloads: each is first run once with the present numbers; one that fails is left out.
+        workloads: each is first run once with the present numbers; one that fails is left out. Numbers that it reads
+            without launching a kernel that depends on them are not its own.
         device: to run on.
         repeats: replays of each measurement.
         progress: is called with a line before each measurement.
     """
     readers: dict[Place, list[Workload]] = {}
     times: dict[str, float] = {}
-    plain, started = dict(tree), time.perf_counter()
+    plain, seconds = dict(tree), 0.0
+
+    def with_number(place: Place, value: int, measure: Callable[[], Any]) -> Any:
+        """What ``measure`` returns with this number; the error if that does not compile, does not fit, or is wrong."""
+        before = get(tree, place)
+        put(tree, place, value)
+        forget()
+        try:
+            return measure()
+        except Exception as error:
+            return error
+        finally:
+            put(tree, place, before)
+            forget()
+
     for workload in workloads:
         progress(f"{workload.name} as it is")
         seen: set[Place] = set()
-        tree.update(watch(plain, (), seen))
-        forget()
         try:
-            times[workload.name] = workload.us(device, repeats)
-        except Exception as error:
-            progress(f"{workload.name} left out: {type(error).__name__}: {error}".splitlines()[0])
-            continue
-        finally:
-            tree.update(plain)
-            forget()
-        for place in seen:
-            readers.setdefault(place, []).append(workload)
-
-    measured = sum(len(neighbours(get(tree, place))) * len(each) for place, each in readers.items())
-    seconds = (time.perf_counter() - started) / max(len(workloads), 1)
-    progress(
-        f"{len(readers)} numbers are read; their neighbours are at least {measured} measurements, which take about"
-        f" {measured * seconds / 60:.0f} minutes at {seconds:.1f} s for each, as so far"
-    )
-    for place in sorted(readers):
-        moved = True
-        while moved:
-            moved, before = False, get(tree, place)
-            for value in neighbours(before):
-                progress(f"{'.'.join(place)} = {value}")
-                put(tree, place, value)
+            with workload.kept():
+                tree.update(watch(plain, (), seen))
                 forget()
                 try:
-                    new = {each.name: each.us(device, repeats) for each in readers[place]}
-                except Exception:  # it does not compile, does not fit, or is wrong
-                    new = {}
-                ratio = math.prod(new[name] / times[name] for name in new) ** (1 / max(len(new), 1)) if new else 1.0
-                if ratio < 1 - GAIN:
-                    times |= new
-                    moved = True
-                    yield Step(place, before, value, 1 - ratio)
-                    break
-                put(tree, place, before)
-                forget()
+                    times[workload.name] = workload.us(device, repeats)
+                    started = time.perf_counter()
+                    times[workload.name] = workload.us(device, repeats)  # again, with kernels that are compiled
+                    seconds += time.perf_counter() - started
+                finally:
+                    tree.update(plain)
+                    forget()
+                own, used = workload.start_compiling(), set()
+                for place in seen:
+                    for value in neighbours(get(tree, place)):
+                        if not own or with_number(place, value, workload.start_compiling) != own:
+                            used.add(place[:-1])  # all numbers of a tile: some change no kernel, but how many programs
+                for place in seen:
+                    if place[:-1] in used:
+                        readers.setdefault(place, []).append(workload)
+        except Exception as error:
+            progress(f"{workload.name} left out: {type(error).__name__}: {error}".splitlines()[0])
+
+    measured = sum(len(neighbours(get(tree, place))) * len(each) for place, each in readers.items())
+    seconds /= max(len(times), 1)
+    progress(
+        f"{len(readers)} numbers are read; their neighbours are at least {measured} measurements, which take about"
+        f" {measured * seconds / 60:.0f} minutes at {seconds:.2f} s for each, with kernels that are compiled meanwhile"
+    )
+    for place in sorted(readers):
+        tried = {get(tree, place)}
+        while values := [each for each in neighbours(get(tree, place)) if each not in tried]:
+            tried |= set(values)
+            found: dict[int, dict[str, float]] = {value: {} for value in values}
+            for each in readers[place]:
+                with each.kept():
+                    for value in list(found):
+                        us = with_number(place, value, functools.partial(each.us, device, repeats))
+                        line = f"{'.'.join(place)} = {value}: {each.name}: "
+                        if isinstance(us, Exception):
+                            del found[value]
+                            progress(f"{line}{type(us).__name__}: {us}".splitlines()[0])
+                        else:
+                            found[value][each.name] = us
+                            progress(f"{line}{us:.1f} µs ({times[each.name]:.1f})")
+            ratios = {
+                value: math.prod(us / times[name] for name, us in new.items()) ** (1 / len(new))
+                for value, new in found.items()
+            }
+            best = min(ratios, key=ratios.__getitem__) if ratios else get(tree, place)
+            if ratios.get(best, 1.0) >= 1 - GAIN:
+                break
+            before = get(tree, place)
+            put(tree, place, best)
+            forget()
+            times |= found[best]
+            yield Step(place, before, best, 1 - ratios[best])
 
 
-# A measurement compiles two or three kernels, makes its inputs and a reference, and times; on an H200's host.
-SECONDS_EACH = 5.0
-# The numbers that a workload reads, and the neighbours of each.
-READ_EACH, TRIED_EACH = 7, 3
+# A workload's first measurement compiles its kernels, and begins to compile those of its neighbours; on an H100's host
+# with 16 processors, as the others.
+SECONDS_EACH = 6.0
+# Later ones, whose kernels are compiled; the numbers that a workload reads, and the neighbours of each.
+SECONDS_LATER, READ_EACH, TRIED_EACH = 0.2, 7, 3
 
 
 def forecast(workloads: Sequence[Workload], device: torch.device) -> str:
     """The expected cost of :func:`descend`, in words. ``descend`` says more once it knows which numbers are read."""
-    minutes = len(workloads) * (1 + READ_EACH * TRIED_EACH) * SECONDS_EACH / 60
+    minutes = len(workloads) * (SECONDS_EACH + READ_EACH * TRIED_EACH * SECONDS_LATER) / 60
     gib = (max((each.num_bytes for each in workloads), default=0) + 8 * measure.cache_bytes(device)) / 2**30
     return (
         f"{len(workloads)} workloads; each number that they read is tried with its neighbours: roughly"
@@ -216,7 +273,8 @@ def attention_workload(case: Case, device: torch.device) -> Workload:
     def make() -> tuple[list[Call], Callable[[Replay], object]]:
         sets = measure.inputs_of(case, device)
         calls: list[Call] = [functools.partial(paged_ops.paged_attention, *each.args, **each.kwargs) for each in sets]
-        return calls, lambda replay: measure.verify(replay, sets)
+        wanted = functools.cache(lambda n: measure.reference(sets[n]))
+        return calls, lambda replay: measure.verify(replay, sets, wanted)
 
     return Workload(case.key, make, case.bytes)
 
@@ -231,6 +289,12 @@ def attention_workloads(device: torch.device) -> list[Workload]:
         dataclasses.replace(kind, name=f"{name} {len(seqs)}x{max(seqs)[1]} {kind.name}", seqs=seqs)
         for kind in (bf16, fp8)
         for name, seqs in shapes
+    ]
+    made += [
+        dataclasses.replace(
+            bf16, name=f"decode {H}/{K} bf16", seqs=cases.DECODE["64x4096"], num_heads=H, num_kv_heads=K
+        )
+        for H, K in ((32, 32), (16, 2))
     ]
     few = (("decode", cases.DECODE["64x4096"]), ("prefill", ((2048, 2048),)))
     made += [

@@ -137,9 +137,9 @@ def tune_tiles(
 ) -> None:
     """Sweep the tiles of the GPU kernels on this device and write the best as its configuration.
 
-    Needs an otherwise idle GPU and up to 5 GiB of its memory. Takes about an
-    hour for everything, 15 minutes with --only cache, some minutes for one of
-    --workloads. Prints first how long it will take, and where it writes.
+    Needs an otherwise idle GPU and up to 5 GiB of its memory. Kernels are
+    compiled in parallel: with 16 processors everything takes about ten minutes.
+    Prints first how long it will take, and where it writes.
 
     Every result is verified. Starts from the device's own configuration, or its
     architecture's. Each improvement is written at once: Ctrl-C loses nothing.

@@ -59,8 +59,23 @@ def merge_over_ranks(part: Tensor, lse: Tensor, context: str) -> tuple[Tensor, T
     return torch.empty_like(part), torch.empty_like(lse)
 
 
-def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+def few_row_linear(
+    x: Tensor,
+    weight: Tensor,
+    norm: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    constant: bool = False,
+) -> Tensor:
+    O, C = weight.shape
+    expect(not gated or O % 2 == 0, "weight", "an even number of rows, as it is gated", weight)
+    out = x.new_empty(*x.shape[:-1], O // 2 if gated else O)
+    if norm is not None:
+        checks.tensor("norm", norm, (C,), x.dtype, x.device, "[C]")
+    if residual is not None:
+        checks.tensor("residual", residual, out.shape, x.dtype, x.device, "[..., O]")
+    return out
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

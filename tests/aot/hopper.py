@@ -32,6 +32,8 @@ SELECTED_SPILLS = {(3, 6): 40, (3, 7): 40, (3, 8): 40, (3, 9): 184}
 MIXED_SPILLS = {(3, 6): 8, (3, 7): 8, (3, 8): 16, (3, 9): 256}
 # At D 256, with ranges, as without first tokens; 8 bytes at D 128 with a soft cap (triton 3.7).
 FIRST_TOKENS_SPILLS = {(3, 6): 24, (3, 7): 40, (3, 8): 32, (3, 9): 184}
+# 128 sums of a thread next to the scores; with first tokens and a cap (fp16) 200, without 8 to 32 (triton 3.6).
+WIDE_SPILLS = {(3, 6): 200, (3, 7): 200, (3, 8): 464, (3, 9): 1024}
 # While one segment is folded, registers hold its sums and those of the segments before. Bytes without TMA; with it 24
 # and 40 (triton 3.6 and 3.7).
 INVARIANT_SPILLS = {(3, 6): 96, (3, 7): 96, (3, 8): 464, (3, 9): 1024}
@@ -139,6 +141,16 @@ VARIANTS = [
         COLUMNS,
     ),
     Variant(
+        "hopper-d512-and-fp16-first-tokens-cap-and-chunk",
+        both(
+            prefill("NHD", 512, 32, 4),
+            prefill("HND", 512, 8, 1, torch.float16, True, sliding_window=100, num_first_tokens=4, soft_cap=30.0),
+            prefill("NHD", 512, 16, 2, B=64, attention_chunk=300),
+        ),
+        {"cuda:90": (*EXPECT["cuda:90"], r"\.entry dense_kernel")},
+        spills=WIDE_SPILLS,
+    ),
+    Variant(
         "hopper-few-d512-8-rows-and-16-fp16-window-cap-and-two-tokens-chunk",
         both(
             prefill("NHD", 512, 32, 4, T=4),
@@ -203,7 +215,7 @@ VARIANTS = [
         both(
             prefill("NHD", 128, 32, 8, stored=torch.float8_e4m3fn, batch_invariant=True),
             prefill("NHD", 64, 32, 8, torch.float16, T=80, S=80, stored=torch.float8_e5m2, batch_invariant=True),
-            prefill("X_PACKED", 128, 32, 8, stored=torch.float8_e4m3fn, batch_invariant=True),
+            prefill("X_PACKED", 128, 32, 8, T=500, S=20, stored=torch.float8_e4m3fn, batch_invariant=True),
             prefill("NHD", 128, 32, 8, T=4, B=12, stored=torch.float8_e5m2, batch_invariant=True),
         ),
         {
@@ -212,6 +224,7 @@ VARIANTS = [
                 r"cp\.async\.cg\.shared\.global",
                 r"\.entry invariant_fp8_kernel",
                 r"\.entry invariant_decode_kernel",
+                r"mma\.sync\.aligned\.m16n8k16",
             )
         },
         spills=INVARIANT_FP8_SPILLS,

@@ -624,6 +624,25 @@ def test_descent_finds_the_fastest_and_leaves_the_rest():
     assert all(step.gain > tune.GAIN for step in steps)
 
 
+def test_numbers_of_other_kernels_are_not_tried():
+    """A plan reads the tiles of all its kernels; a decode launches one of them."""
+    tree = {"split": [64, 2], "prefill": [128, 8]}
+    tried = set()
+
+    class OneKernel(Fake):
+        def start_compiling(self):
+            return frozenset({("split", tree["split"][0])})  # the other number is how many programs run
+
+    def cost():
+        tried.add((*tree["split"], *tree["prefill"]))
+        return 10 + abs(tree["split"][0] - 128) + tree["split"][1]
+
+    steps = list(tune.descend(tree, [OneKernel("decode", cost)], CPU))
+    assert {step.place for step in steps} == {("split", "0"), ("split", "1")}
+    assert tree == {"split": [128, 1], "prefill": [128, 8]}
+    assert {each[2:] for each in tried} == {(128, 8)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["reshape_and_cache", "gather_kv", "merge_attention_states", "copy_blocks"])
 def test_workloads_of_the_cache_ops_are_right(monkeypatch, op):
@@ -659,7 +678,7 @@ def test_tune_writes_each_move_for_the_device(monkeypatch, tmp_path):
 
     def cost():
         seen.append(json.loads(path.read_text())["split"]["16bit"]["128"][0])
-        if len(seen) == 6:
+        if len(seen) == 7:
             raise KeyboardInterrupt
         return 1024 / tree["split"]["16bit"]["128"][0]
 
@@ -670,7 +689,7 @@ def test_tune_writes_each_move_for_the_device(monkeypatch, tmp_path):
     )
     assert result.exit_code == 0, result.output
     assert seen[:2] == [64, 64]
-    assert seen[-1] == json.loads(path.read_text())["split"]["16bit"]["128"][0] == 256
+    assert seen[-1] == json.loads(path.read_text())["split"]["16bit"]["128"][0] == 512
     assert json.loads(path.read_text())["prefill"] == [128]
     assert "stopped early" in result.output
     assert "split.16bit.128.0" in result.output

@@ -58,11 +58,13 @@ def main() -> int:
     # A multiple of the processes: then each variant is compiled by one of them.
     variants = -(-variants // arguments.processes) * arguments.processes
     options = runner.Options(arguments.seed, arguments.device, variants)
-    function = importlib.import_module(f".{arguments.campaign}", __package__).run
+    module = importlib.import_module(f".{arguments.campaign}", __package__)
+    function = module.run
     if arguments.work:
         first, stride, until, state = arguments.work
-        until_, state_ = float(until), Path(state)
-        return runner.work(arguments.campaign, function, options, int(first), int(stride), until_, state_)
+        numbers = int(first), int(stride), float(until)
+        prepare = getattr(module, "prepare", None)
+        return runner.work(arguments.campaign, function, options, *numbers, Path(state), prepare)
     if arguments.case is not None:
         results = runner.Results()
         runner.run_case(arguments.campaign, function, arguments.case, options, results)

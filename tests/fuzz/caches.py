@@ -112,14 +112,17 @@ class Store:
             tensors.append((shape, tuple(strides), size))
             size += -(-extent // 64) * 64 + self.GUARD
         self.bits = torch.empty(size, dtype=BITS[form.kind.itemsize], device=device)
-        nan, inf, huge = POISON[form.kind]
-        self.bits.fill_(rng.choice((nan, nan, nan, inf, huge)))
+        self.poison(rng)
         typed = self.bits.view(form.stored)
         views = [typed.as_strided(shape, strides, start) for shape, strides, start in tensors]
         self.kv_cache: Tensor = views[0]
         self.value_cache: Tensor | None = views[1] if len(views) > 1 else None
         self.expected = self.bits.clone()
         self._lies = tensors, device
+
+    def poison(self, rng: random.Random) -> None:
+        nan, inf, huge = POISON[self.form.kind]
+        self.bits.fill_(rng.choice((nan, nan, nan, inf, huge)))
 
     @functools.cached_property
     def _at(self) -> tuple[Tensor, Tensor]:

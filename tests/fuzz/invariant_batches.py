@@ -1,20 +1,25 @@
 """Campaign: many batches over few kernels; with ``batch_invariant`` each row has the bits that it has alone.
 
-``invariant.py`` draws a new kind of kernel, cache and sequence for each few calls. A case here draws one kind, fills
-two caches of different forms with the same sequences, each at two places, computes the last rows of every sequence
-alone, and then makes hundreds of random batches of them: decodes, prompts in chunks of any length, single rows, a few
-rows each, in any order and company, padded, into given outputs, with other numbers of threads, and captured and
-replayed. Bits are compared on the device, and read once a case. Each dtype, cache, head size, mask and pair of head
-counts comes in turn, so that few cases have them all. A third of the sequences cross at least four cuts. One case of
-eight begins with a moved cut, and must find it.
+``invariant.py`` draws a new kind of kernel, cache and sequence for each few calls. A case here draws one kind and has
+several rounds on a GPU, one on a CPU. A round fills two caches of different forms with the same new sequences, each at
+two places, computes the last rows of every sequence alone, and then makes hundreds of random batches of them: decodes,
+prompts in chunks of any length, single rows, a few rows each, in any order and company, padded, into given outputs,
+with other numbers of threads, and captured and replayed. Each dtype, cache, head size, mask and pair of head counts
+comes in turn, so that few cases have them all. A third of the sequences cross at least four cuts. One case of eight
+begins with a moved cut, and must find it.
+
+A case is drawn before it runs, so that its kernels are compiled while the case before it runs. Bits are compared on the
+device, those of several batches together, and read once a round.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Listed
 from typing import Any
 from unittest import mock
@@ -24,6 +29,7 @@ from torch import Tensor
 
 import paged_ops
 from paged_ops.lowerings.cpu import fused
+from paged_ops.lowerings.warm_up import Ahead
 
 from .caches import BITS, FORMS, Form, Store
 from .invariant import E4M3, E5M2, FEATURES, Setting, moved_cut
@@ -37,10 +43,11 @@ MASKS = tuple(
     dict(items) for items in dict.fromkeys(tuple(each.items()) for each in FEATURES if "block_sparse" not in each)
 )
 MASKS = (*MASKS, {"block_sparse": [64, 2, 3, 0, 0, 0, 1]})
-BATCHES = 400  # of a case
+BATCHES = 400  # of a round
+ROUNDS = 4  # of a case, on a GPU
 PLANTED = 8
 MOST_ROWS = 16384  # of all heads of a batch, about
-AT_ONCE = 50  # batches whose integers are copied together
+AT_ONCE = 25  # batches whose integers are copied, and whose bits are compared, together
 KINDS = ("decode", "decode", "mixed", "mixed", "chunks", "few", "single")
 
 
@@ -54,9 +61,21 @@ class Batch:
     S: int
     form: int
 
-    @property
+    @functools.cached_property
     def live(self) -> int:
         return sum(q for *_, q in self.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """Sequences, and the batches of them. Of each sequence: its length, how many of its last rows are computed, and how
+    many rows are before them."""
+
+    lens: list[int]
+    counts: list[int]
+    starts: list[int]
+    alone: list[Batch]
+    batches: list[Batch]
 
 
 def dealt(values: Listed[Any], name: str, number: int) -> Any:
@@ -89,129 +108,99 @@ def setting_of(number: int, seed: int, device: str) -> Setting:
 
 
 def run(case: Case) -> None:
-    with torch.no_grad():
-        Pool(case).run()
+    prepare(case).run()
+
+
+def prepare(case: Case) -> Pool:
+    return Pool(case, setting_of)
 
 
 class Pool:
-    """Sequences of one kind in two caches, and the bits that their last rows have alone."""
+    """Two caches of one kind; in each round other sequences in them, and the bits that their last rows have alone."""
 
-    def __init__(self, case: Case, setting: Callable[[int, int, str], Setting] = setting_of) -> None:
+    @torch.no_grad()
+    def __init__(self, case: Case, setting: Callable[[int, int, str], Setting]) -> None:
         options = case.options
         number = case.number % options.variants if options.variants else case.number
         self.few = number % 3 == 0  # whether some batches have kernels for a few rows each
         self.case, self.rng, self.device = case, case.random, case.device
         self.planted = number % PLANTED == 0
+        case.counts["kinds"] += number == case.number
         self.s = s = setting(number, options.seed, options.device)
         self.H, self.cut = s.K * s.G, s.cut(options.device)
-        self.on_gpu = self.device.type == "cuda"
-        self.dice = case.generator(self.device)
+        self.on_gpu = options.device != "cpu"
+        self.dice, self.order = case.generator(self.device), case.generator()
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.whole = s.features.get("causal") is False or "bidirectional_ranges" in s.features
         self.op = torch.ops.paged_ops.paged_attention_with_lse.default
-        self.lens = self._lengths()
-        most = (3, 40, 90, 300) if self.on_gpu else (1, 3, 8, 20)
-        self.counts = [min(n, self.rng.choice(most)) for n in self.lens]
-        self.starts = [sum(self.counts[:n]) for n in range(len(self.counts))]
-        self.query = self._randn(sum(self.counts), self.H, s.D).to(s.dtype)
+        self.op_out = torch.ops.paged_ops.paged_attention_with_lse.out
         self.features = dict(s.features, batch_invariant=True)
         for name in {"alibi_slopes", "sinks"} & {*s.features}:
             self.features[name] = self._randn(self.H) * 0.2
         scales = self._randn(s.K if s.scaled else 1).abs() * 0.02 + 0.01
         self.scales = {"k_scale": scales, "v_scale": scales.flip(0)} if s.kind.itemsize == 1 else {}
-        self.ranges = [[sorted((self.rng.randint(0, n), self.rng.randint(0, n))) for _ in "ab"] for n in self.lens]
-        self.caches, self.tables = self._fill()
-        self.bits: list[Tensor] = []
+        # The longest that sequences of this kind may be: caches of its cases are equal, and so are their kernels.
+        self.most = [6 * self.cut if n % 3 == 0 else max(70, 2 * self.cut) for n in range(15 if self.on_gpu else 6)]
+        if self.on_gpu and s.K * s.D <= 256:
+            self.most[0] = 36_000
+        blocks = [2 * sum(-(-n // form.B) for n in self.most) + 3 for form in s.forms]
+        self.stores = [Store(*each, self.device, self.rng) for each in zip(s.forms, blocks, strict=True)]
+        for store in self.stores:
+            del store.expected  # which nobody asks for
+        self.caches = [self._cache(store) for store in self.stores]
+        self.columns = [padded_to(4, -(-max(self.most) // each.B) + self.rng.choice((0, 1, 5))) for each in s.forms]
+        self.rounds = [self._round() for _ in range(ROUNDS if self.on_gpu else 1)]
+        self.ahead: list[Ahead] = []
+        if self.on_gpu and number == case.number:  # the first of its kind
+            self.compile()
 
     def _randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.dice, device=self.device)
 
-    def _lengths(self) -> list[int]:
-        """Of the sequences; a third of them cross at least four cuts."""
-        rng, cut, lens = self.rng, self.cut, []
-        for n in range(15 if self.on_gpu else 6):
-            if n % 3 == 0:
-                lens.append(rng.randint(4 * cut + 1, 6 * cut))
-            else:
-                lens.append(rng.choice((rng.randint(1, 70), rng.randint(1, 2 * cut))))
-        if self.on_gpu and self.s.K * self.s.D <= 256:
-            lens[0] = rng.randint(33_000, 36_000)
+    def _cache(self, store: Store) -> dict[str, Any]:
+        form = store.form
+        name = {E4M3: "fp8_e4m3", E5M2: "fp8_e5m2"}[form.kind] if form.as_bytes else "auto"
+        return {"kv_cache": store.kv_cache, **store.planes(), **self.scales, "kv_cache_dtype": name}
+
+    def _round(self) -> Round:
+        """A third of the sequences cross at least four cuts."""
+        rng, cut = self.rng, self.cut
+        lens = [
+            rng.randint(4 * cut + 1, 6 * cut)
+            if n % 3 == 0
+            else rng.choice((rng.randint(1, 70), rng.randint(1, 2 * cut)))
+            for n in range(len(self.most))
+        ]
+        if self.most[0] > 6 * cut:
+            lens[0] = rng.randint(33_000, self.most[0])
         self.case.counts["sequences"] += len(lens)
         self.case.counts["long sequences"] += sum(n > 4 * cut for n in lens)
-        return lens
+        counts = [min(n, rng.choice((3, 40, 90, 300) if self.on_gpu else (1, 3, 8, 20))) for n in lens]
+        starts = [0, *itertools.accumulate(counts)]
+        alone = [self.padded("mixed", [(n, 0, lens[n], counts[n])], 1, 0) for n in range(len(lens))]
+        number = BATCHES if self.on_gpu else BATCHES // (4 if self.s.path == "fused" else 40)
+        return Round(lens, counts, starts, alone, [self.batch(lens, counts) for _ in range(number)])
 
-    def _fill(self) -> tuple[list[dict[str, Any]], list[Tensor]]:
-        """The arguments of both caches, and their block tables ``[2 * sequences, M]``, on the CPU."""
-        s, rng, caches, tables = self.s, self.rng, [], []
-        contents = [(self._randn(n, s.K, s.D).to(s.dtype), self._randn(n, s.K, s.Dv).to(s.dtype)) for n in self.lens]
-        for form in s.forms:
-            B = form.B
-            of = [-(-n // B) for n in self.lens for _ in range(2)]
-            N, M = sum(of) + rng.choice((1, 2, 7)), -(-(max(of) + rng.choice((0, 1, 5))) // 4) * 4
-            store, ids = Store(form, N, self.device, rng), rng.sample(range(N), N)
-            named = {"kv_cache_dtype": "auto" if not form.as_bytes else {E4M3: "fp8_e4m3", E5M2: "fp8_e5m2"}[form.kind]}
-            table = torch.full((len(of), M), 0 if self.on_gpu else N - 1, dtype=torch.int32)
-            for n, blocks in enumerate(of):
-                table[n, :blocks] = torch.tensor([ids.pop() for _ in range(blocks)])
-                j = torch.arange(self.lens[n // 2])
-                slots = (table[n, j // B].long() * B + j % B).to(self.device)
-                features: dict[str, Any] = {**store.planes(), **self.scales, **named}
-                paged_ops.reshape_and_cache(*contents[n // 2], store.kv_cache, slots, **features)
-            caches.append({"kv_cache": store.kv_cache, **store.planes(), **named})
-            tables.append(table)
-        return caches, tables
-
-    def run(self) -> None:
-        path: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if self.s.path == "torch":
-            path = mock.patch.object(fused, "compiled", return_value=None)
-        with path:
-            alone = [self.padded("mixed", [(n, 0, self.lens[n], self.counts[n])], 1, 0) for n in range(len(self.lens))]
-            results = [
-                [bits[: batch.live].clone() for bits in self.call(batch, integers)]
-                for batch, integers in self.staged(alone)
-            ]
-            self.bits = [torch.cat(each) for each in zip(*results, strict=True)]
-            if self.planted:
-                self.find_moved_cut()
-            number = BATCHES if self.on_gpu else BATCHES // (4 if self.s.path == "fused" else 40)
-            batches = [self.batch() for _ in range(number)]
-            wrong = torch.zeros(number, 2, dtype=torch.int64, device=self.device)
-            self.compare(batches, wrong)
-        for each in (f"{self.s.dtype}, cache {self.s.kind}", f"head size {self.s.D}", f"masks {[*self.s.features]}"):
-            self.case.counts[f"batches of {each.replace('torch.', '')}"] += number
-        for n, (outs, lses) in enumerate(wrong.tolist()):
-            if outs or lses:
-                self.case.report(f"{outs} rows differ in out, {lses} in lse: {self.s} {batches[n]}")
-
-    def find_moved_cut(self) -> None:
-        rows = [(n, 0, self.lens[n], 1) for n in range(len(self.lens))]
-        wrong = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
-        with moved_cut(self.case.options.device, self.s.path):
-            self.compare([Batch("decode", rows, len(rows), len(rows), 0)], wrong, count=False)
-        self.case.counts["planted"] += 1
-        if not int(wrong.sum()):
-            self.case.report(f"a cut was moved and no bit changed: {self.s}")
-
-    def batch(self) -> Batch:
-        rng, rows = self.rng, []
+    def batch(self, lens: list[int], counts: list[int]) -> Batch:
+        rng, rows, live = self.rng, [], 0
         kind = rng.choice(KINDS)
         S = 1 if kind == "single" else rng.choice((1, 2, 3, 5, 9, 17, 30, 60) if self.on_gpu else (1, 2, 3, 5))
         for _ in range(S):
-            n = rng.randrange(len(self.lens))
-            most = self.counts[n]
-            end = self.lens[n] - (0 if self.whole else rng.randrange(most))
-            most -= self.lens[n] - end
+            n = rng.randrange(len(lens))
+            back = 0 if self.whole else rng.randrange(counts[n])
+            most = counts[n] - back
             if kind in ("decode", "single"):
                 q = 1
             elif kind == "few":
                 q = rng.randint(1, min(4, most))
             else:
                 q = rng.choice((1, most)) if kind == "mixed" else rng.randint(1, most)
-            rows.append((n, rng.randrange(2), end, q))
-            if sum(q for *_, q in rows) * self.H > MOST_ROWS and kind in ("mixed", "chunks"):
-                S = len(rows)
+            rows.append((n, rng.randrange(2), lens[n] - back, q))
+            live += q
+            if live * self.H > MOST_ROWS and kind in ("mixed", "chunks"):
                 break
-        return self.padded(kind, rows, S + rng.choice((0, 0, 1, 3)), rng.randrange(2))
+        return self.padded(kind, rows, len(rows) + rng.choice((0, 0, 1, 3)), rng.randrange(2))
 
     def padded(self, kind: str, rows: list[tuple[int, int, int, int]], S: int, form: int) -> Batch:
         """With numbers of tokens and sequences of few kinds of kernels."""
@@ -226,78 +215,195 @@ class Pool:
                 T += 1
         return Batch(kind, rows, T, S, form)
 
-    def integers(self, batch: Batch) -> list[Tensor]:
-        """Rows of the query, block tables, lengths and starts, on the CPU."""
-        rows: list[int] = []
-        lens, starts = [0] * batch.S, [0]
-        table = torch.zeros(batch.S, self.tables[batch.form].shape[1], dtype=torch.int32)
-        for i, (n, copy, end, q) in enumerate(batch.rows):
-            last = self.starts[n] + self.counts[n] - (self.lens[n] - end)
-            rows += range(last - q, last)
-            lens[i], table[i] = end, self.tables[batch.form][2 * n + copy]
-            starts.append(starts[-1] + q)
-        rows += [0] * (batch.T - len(rows))
-        starts += [starts[-1]] * (batch.S + 1 - len(starts))
-        return [table, *(torch.tensor(each, dtype=torch.int32) for each in (rows, lens, starts))]
+    def compile(self) -> None:
+        """Begin to compile the kernels of all batches, in other processes."""
+        s = self.s
+        sizes = {(each.form, each.T, each.S) for drawn in self.rounds for each in drawn.alone + drawn.batches}
+        T, S = max(T for _, T, _ in sizes), max(S for *_, S in sizes)
+        key, value = (torch.zeros(16, s.K, size, dtype=s.dtype, device=self.device) for size in (s.D, s.Dv))
+        slots = torch.zeros(16, dtype=torch.int64, device=self.device)
+        query = torch.zeros(T, self.H, s.D, dtype=s.dtype, device=self.device)
+        table = torch.zeros(S, max(self.columns), dtype=torch.int32, device=self.device)
+        integers = torch.zeros(S + 1, dtype=torch.int32, device=self.device)
 
-    def staged(self, batches: list[Batch]) -> Iterator[tuple[Batch, list[Tensor]]]:
-        """The batches with their integers on the device, copied together; each begins at a multiple of 16 bytes."""
-        parts = [self.integers(batch) for batch in batches]
-        flat = [each.flatten() for part in parts for each in part]
-        together = torch.cat([torch.nn.functional.pad(each, (0, -len(each) % 4)) for each in flat]).to(self.device)
-        pieces = iter(together.split([-(-len(each) // 4) * 4 for each in flat]))
-        for batch, part in zip(batches, parts, strict=True):
-            yield batch, [next(pieces)[: each.numel()].view(each.shape) for each in part]
+        def attend(form: int, T: int, S: int) -> None:
+            ranges = table[:S, :4].reshape(S, 2, 2)
+            table_ = table.view(-1)[: S * self.columns[form]].view(S, -1)
+            self.attend(form, query[:T], table_, integers[:S], integers[: S + 1], ranges)
 
-    def call(self, batch: Batch, integers: list[Tensor]) -> list[Tensor]:
+        def calls() -> None:
+            for cache in self.caches:
+                paged_ops.reshape_and_cache(key, value, slot_mapping=slots, **cache)
+            for each in sorted(sizes):
+                attend(*each)
+
+        self.ahead.append(Ahead([calls]))
+        if self.planted:
+            with moved_cut(self.case.options.device, s.path):
+                self.ahead.append(Ahead([lambda: attend(0, len(self.most), len(self.most))]))
+
+    def ready(self) -> bool:
+        return all(state.done.is_set() for ahead in self.ahead for state in ahead._states)
+
+    def fill(self, drawn: Round) -> None:
+        """Random keys, values and queries; the caches hold each sequence twice."""
+        s, rng, device, lens = self.s, self.rng, self.device, torch.tensor(drawn.lens)
+        total = sum(drawn.lens)
+        key, value = (self._randn(total, s.K, size).to(s.dtype) for size in (s.D, s.Dv))
+        self.query = self._randn(drawn.starts[-1], self.H, s.D).to(s.dtype)
+        sequence = torch.arange(len(lens)).repeat_interleave(lens)
+        position = torch.arange(total) - (lens.cumsum(0) - lens)[sequence]
+        self.tables = []
+        for store, cache, columns in zip(self.stores, self.caches, self.columns, strict=True):
+            B, N = store.form.B, store.N
+            store.poison(rng)
+            of = [-(-n // B) for n in drawn.lens for _ in "ab"]
+            ids = torch.randperm(N, generator=self.order, dtype=torch.int32).split([*of, N - sum(of)])
+            # The last row is of no sequence.
+            table = torch.full((len(of) + 1, columns), 0 if self.on_gpu else N - 1, dtype=torch.int32)
+            for row, blocks in zip(table, ids[:-1], strict=False):
+                row[: len(blocks)] = blocks
+            for copy in range(2):
+                slots = table[2 * sequence + copy, position // B].long() * B + position % B
+                paged_ops.reshape_and_cache(key, value, slot_mapping=slots.to(device), **cache)
+            table[-1] = 0
+            self.tables.append(table.to(device))
+        ranges = [[sorted((rng.randint(0, n), rng.randint(0, n))) for _ in "ab"] for n in drawn.lens for _ in "ab"]
+        self.ranges = torch.tensor([*ranges, [[-1, -1]] * 2], dtype=torch.int32, device=device)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        path: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.s.path == "torch":
+            path = mock.patch.object(fused, "compiled", return_value=None)
+        with path:
+            for n, drawn in enumerate(self.rounds):
+                self.drawn = drawn
+                self.fill(drawn)
+                alone = self.called(drawn.alone)[0]
+                self.bits = [torch.cat(each) for each in zip(*alone, strict=True)]
+                if self.planted and not n:
+                    self.find_moved_cut()
+                for batch, outs, lses in self.wrong(drawn.batches):
+                    self.case.report(f"{outs} rows differ in out, {lses} in lse: {self.s} {batch}")
+                self.count(drawn.batches)
+
+    def count(self, batches: list[Batch]) -> None:
+        s, counts = self.s, self.case.counts
+        counts.update(each.kind for each in batches)
+        for name in (f"{s.dtype}, cache {s.kind}", f"head size {s.D}", f"masks {[*s.features]}"):
+            counts[f"batches of {name.replace('torch.', '')}"] += len(batches)
+        counts.update({"batches": len(batches), "rows": sum(each.live for each in batches)})
+
+    def find_moved_cut(self) -> None:
+        lens = self.drawn.lens
+        rows = [(n, 0, length, 1) for n, length in enumerate(lens)]
+        with moved_cut(self.case.options.device, self.s.path):
+            found = self.wrong([Batch("decode", rows, len(rows), len(rows), 0)])
+        self.case.counts["planted"] += 1
+        if not found:
+            self.case.report(f"a cut was moved and no bit changed: {self.s}")
+
+    def wrong(self, batches: list[Batch]) -> list[tuple[Batch, int, int]]:
+        """The batches with rows whose out or lse has other bits than alone, and the numbers of these rows."""
+        differ = []
+        for first in range(0, len(batches), AT_ONCE):
+            results, rows = self.called(batches[first : first + AT_ONCE])
+            pairs = zip(map(torch.cat, zip(*results, strict=True)), self.bits, strict=True)
+            differ.append(torch.stack([(got != bits.index_select(0, rows)).flatten(1).any(1) for got, bits in pairs]))
+        together = torch.cat(differ, 1).cpu()
+        self.graphs.clear()
+        if not together.any():
+            return []
+        counts = [part.sum(1).tolist() for part in together.split([each.live for each in batches], 1)]
+        return [(batch, *found) for batch, found in zip(batches, counts, strict=True) if any(found)]
+
+    def called(self, batches: list[Batch]) -> tuple[list[list[Tensor]], Tensor]:
+        """The bits of out and lse of each batch, without padding, and which rows of the queries these are."""
+        drawn, threads = self.drawn, torch.get_num_threads()
+        rows: list[int] = []  # of all batches; those of each begin at a multiple of 16 bytes
+        live: list[int] = []
+        integers: list[int] = []
+        for batch in batches:
+            lens, starts, places = [0] * batch.S, [0] * (batch.S + 1), [2 * len(drawn.lens)] * batch.S
+            begin = len(live)
+            for i, (n, copy, end, q) in enumerate(batch.rows):
+                last = drawn.starts[n + 1] - (drawn.lens[n] - end)
+                live += range(last - q, last)
+                lens[i], places[i], starts[i + 1] = end, 2 * n + copy, starts[i] + q
+            starts[len(batch.rows) + 1 :] = [starts[len(batch.rows)]] * (batch.S - len(batch.rows))
+            rows += live[begin:] + [0] * (padded_to(8, batch.T) - batch.live)
+            for each in (places, lens, starts):
+                integers += each + [0] * (padded_to(4, len(each)) - len(each))
+        together = torch.tensor(integers + rows + live, dtype=torch.int32).to(self.device)
+        integers_, rows_, live_ = together.split([len(integers), len(rows), len(live)])
+        query, results, row, at = self.query.index_select(0, rows_), [], 0, 0
+        for batch in batches:
+            pieces = []
+            for size in (batch.S, batch.S, batch.S + 1):
+                pieces.append(integers_[at : at + size])
+                at += padded_to(4, size)
+            results.append([each[: batch.live] for each in self.call(batch, query[row : row + batch.T], *pieces)])
+            row += padded_to(8, batch.T)
+        torch.set_num_threads(threads)
+        return results, live_
+
+    def call(self, batch: Batch, query: Tensor, places: Tensor, lens: Tensor, starts: Tensor) -> list[Tensor]:
         """The bits of out and lse."""
-        table, rows, lens, starts = integers
-        features = {**self.features, **self.scales, **self.caches[batch.form]}
-        kv_cache = features.pop("kv_cache")
-        if "bidirectional_ranges" in features:
-            ranges = [self.ranges[n] for n, *_ in batch.rows] + [[[-1, -1]] * 2] * (batch.S - len(batch.rows))
-            features["bidirectional_ranges"] = torch.tensor(ranges, dtype=torch.int32).to(self.device)
-        arguments = self.query.index_select(0, rows), kv_cache, table, lens, starts, self.s.D**-0.5
+        table, out = self.tables[batch.form].index_select(0, places), None
+        ranges = self.ranges.index_select(0, places) if "bidirectional_ranges" in self.features else None
         if not self.on_gpu:
             torch.set_num_threads(self.rng.choice((1, 1, 2, 3)))
         if self.rng.random() < 0.2:
             shape = batch.T, self.H, self.s.Dv
             out = torch.full(shape, torch.nan, dtype=self.s.dtype, device=self.device)
-            lse = torch.full(shape[:2], torch.nan, device=self.device)
-            torch.ops.paged_ops.paged_attention_with_lse.out(*arguments, **features, out=out, lse=lse)
-            results = out, lse
-        else:
-            results = self.op(*arguments, **features)
+            out = out, torch.full(shape[:2], torch.nan, device=self.device)
+        results = self.attend(batch.form, query, table, lens, starts, ranges, out)
+        self.case.counts["calls"] += 1
         if self.on_gpu and self.rng.random() < 0.02:
-            results = self.replayed(arguments, features)
+            results = self.replayed(lambda: self.attend(batch.form, query, table, lens, starts, ranges))
         return [each.view(BITS[each.element_size()]) for each in results]
 
-    def replayed(self, arguments: tuple[Any, ...], features: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        self.op(*arguments, **features)
-        torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    def attend(
+        self,
+        form: int,
+        query: Tensor,
+        table: Tensor,
+        lens: Tensor,
+        starts: Tensor,
+        ranges: Tensor | None,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        features = {**self.features, **self.caches[form]}
+        if "bidirectional_ranges" in features:
+            features["bidirectional_ranges"] = ranges
+        arguments = query, features.pop("kv_cache"), table, lens, starts, self.s.D**-0.5
+        if out is None:
             results: tuple[Tensor, Tensor] = self.op(*arguments, **features)
+            return results
+        self.op_out(*arguments, **features, out=out[0], lse=out[1])
+        return out
+
+    def replayed(self, call: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Captured, after it has run, and replayed. ``torch.cuda.graph`` would first wait and free cached memory."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.side):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                results = call()
+            finally:
+                graph.capture_end()
         for result in results:
             result.fill_(torch.nan)
         graph.replay()
-        torch.cuda.synchronize(self.device)
+        self.graphs.append(graph)  # until it has run
         self.case.counts["replays"] += 1
         return results
-
-    def compare(self, batches: list[Batch], wrong: Tensor, count: bool = True) -> None:
-        """Count the rows whose out or lse has other bits than alone."""
-        threads = torch.get_num_threads()
-        for first in range(0, len(batches), AT_ONCE):
-            for n, (batch, integers) in enumerate(self.staged(batches[first : first + AT_ONCE]), first):
-                rows = integers[1][: batch.live]
-                for which, got in enumerate(self.call(batch, integers)):
-                    expected = self.bits[which].index_select(0, rows)
-                    wrong[n, which] = (got[: batch.live] != expected).flatten(1).any(1).sum()
-                if count:
-                    self.case.counts.update({"batches": 1, "rows": batch.live, batch.kind: 1})
-        torch.set_num_threads(threads)
 
 
 def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+def padded_to(multiple: int, n: int) -> int:
+    return -(-n // multiple) * multiple

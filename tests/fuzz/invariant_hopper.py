@@ -36,5 +36,8 @@ def setting_of(number: int, seed: int, device: str) -> Setting:
 
 
 def run(case: Case) -> None:
-    with torch.no_grad():
-        invariant_batches.Pool(case, setting_of).run()
+    prepare(case).run()
+
+
+def prepare(case: Case) -> invariant_batches.Pool:
+    return invariant_batches.Pool(case, setting_of)

@@ -7,6 +7,7 @@ processes share the work; process p of P runs the cases c with ``c % P == p``.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import platform
@@ -17,15 +18,16 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 MOST_FINDINGS = 200  # that are written down in full; the rest is counted
 INTERPRETER = "interpreter"  # the device of GPU kernels in Triton's interpreter
+AHEAD = 2  # cases that are prepared
 LOST_DEVICE = 3  # exit code of a worker whose device is of no more use to it
 
 
@@ -48,6 +50,7 @@ class Case:
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     worst: dict[str, float] = dataclasses.field(default_factory=dict)  # by check: error over its budget
     findings: list[str] = dataclasses.field(default_factory=list)
+    usable: bool = True  # the device
 
     def __post_init__(self) -> None:
         self.random = random.Random(f"{self.campaign}/{self.options.seed}/{self.number}")
@@ -101,17 +104,30 @@ class Results:
 Campaign = Callable[[Case], None]
 
 
+class Prepared(Protocol):
+    """A case that is about to run."""
+
+    def ready(self) -> bool:
+        """Whether its kernels are compiled."""
+
+    def run(self) -> None: ...
+
+
 def run_case(campaign: str, function: Campaign, number: int, options: Options, results: Results) -> bool:
     """Run one case; whatever it raises is a finding. False if the device is lost."""
     case = Case(campaign, number, options)
-    usable = True
+    _attempt(case, function)
+    results.add(case)
+    return case.usable
+
+
+def _attempt(case: Case, function: Callable[[Case], Any]) -> Any:
     try:
-        function(case)
+        return function(case)
     except Exception as error:
         case.report(traceback.format_exc())
-        usable = not (isinstance(error, RuntimeError) and ("CUDA error" in str(error) or "HIP error" in str(error)))
-    results.add(case)
-    return usable
+        if isinstance(error, RuntimeError) and ("CUDA error" in str(error) or "HIP error" in str(error)):
+            case.usable = False
 
 
 def run_cases(
@@ -127,19 +143,48 @@ def run_cases(
 
 
 def work(
-    campaign: str, function: Campaign, options: Options, first: int, stride: int, until: float, state: Path
+    campaign: str,
+    function: Campaign,
+    options: Options,
+    first: int,
+    stride: int,
+    until: float,
+    state: Path,
+    prepare: Callable[[Case], Prepared] | None = None,
 ) -> int:
-    """A worker: cases first, first + stride, ... until a time of the clock; ``state`` has what it found so far."""
-    results, number, written = Results(), first, time.monotonic()
+    """A worker: cases first, first + stride, ... until a time of the clock; ``state`` has what it found so far. Each is
+    prepared ahead, so that its kernels are compiled meanwhile; until they are, other cases of the kinds before run."""
+
+    def prepared(number: int) -> tuple[Case, Prepared | None]:
+        case = Case(campaign, number, options)
+        return case, None if prepare is None else _attempt(case, prepare)
+
+    variants = options.variants
+    new = iter(range(first, first + variants, stride)) if variants else itertools.count(first, stride)
+    coming: deque[tuple[Case, Prepared | None]] = deque()
+    cases: dict[int, int] = {}  # of each kind, by its first case
+    results, written = Results(), time.monotonic()
     with open(state.with_suffix(".case"), "w+b", buffering=0) as current:
-        while number == first or time.time() < until:
-            os.pwrite(current.fileno(), f"{number:<20d}".encode(), 0)
-            usable = run_case(campaign, function, number, options, results)
-            number += stride
-            if time.monotonic() - written > 1 or not usable:
+        os.pwrite(current.fileno(), f"{first:<20d}".encode(), 0)
+        while not results.counts or time.time() < until:
+            coming.extend(prepared(number) for number in itertools.islice(new, AHEAD - len(coming)))
+            if coming and (not cases or coming[0][1] is None or coming[0][1].ready()):
+                case, rest = coming.popleft()
+                cases[case.number] = 0
+            else:
+                number = min(cases, key=lambda each: cases[each])
+                cases[number] += 1
+                case, rest = prepared(number + variants * cases[number])
+            os.pwrite(current.fileno(), f"{case.number:<20d}".encode(), 0)
+            if rest is not None:
+                _attempt(case, lambda _, rest=rest: rest.run())
+            elif prepare is None:
+                _attempt(case, function)
+            results.add(case)
+            if time.monotonic() - written > 1 or not case.usable:
                 _write(state, results)
                 written = time.monotonic()
-            if not usable:
+            if not case.usable:
                 return LOST_DEVICE
     _write(state, results)
     return 0
@@ -188,8 +233,10 @@ def run_long(
             command = [sys.executable, "-m", "tests.fuzz", campaign, "--device", options.device]
             command += ["--seed", str(options.seed), "--variants", str(options.variants)]
             command += ["--work", str(first), str(processes), str(until), str(state)]
+            # Each compiles kernels with its share of the cores, as ranks do.
+            environment = {**os.environ, "LOCAL_WORLD_SIZE": str(processes)}
             with open(errors, "wb") as stderr:
-                process = subprocess.Popen(command, stdout=stderr, stderr=stderr)
+                process = subprocess.Popen(command, stdout=stderr, stderr=stderr, env=environment)
             workers[slot] = _Worker(process, state, errors, since=time.time())
 
         def collect(worker: _Worker) -> None:

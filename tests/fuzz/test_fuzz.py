@@ -9,6 +9,7 @@ import functools
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,36 @@ def test_a_long_run_says_how_to_run_a_case_again(tmp_path):
     found = json.loads(out.read_text())
     assert found["counts"]["calls"] > 10 and found["seed"] == 0 and found["device"] == "cpu"
     assert done.returncode == bool(found["findings"])
+
+
+def test_cases_are_prepared_ahead_and_others_run_until_their_kernels_are_compiled(tmp_path):
+    """Each case runs once; what preparing raises is a finding of its case."""
+    did = []
+
+    class Kind:
+        def __init__(self, case):
+            self.case, self.asked = case, 0
+            did.append(f"prepare {case.number}")
+            if case.number == 5:
+                raise KeyError("five")
+
+        def ready(self):
+            self.asked += 1
+            return self.asked > 2
+
+        def run(self):
+            did.append(f"run {self.case.number}")
+            self.case.counts["runs"] += 1
+            time.sleep(0.05)
+
+    state, until = tmp_path / "state.json", time.time() + 1
+    assert runner.work("any", None, runner.Options(variants=8), 1, 2, until, state, Kind) == 0
+    found = runner.Results.from_json(state.read_text())
+    numbers = [int(each.split()[1]) for each in did if each.startswith("run")]
+    assert did[:3] == ["prepare 1", "prepare 3", "run 1"]
+    assert numbers[:4] == [1, 9, 17, 3] and 7 in numbers and len({*numbers}) == len(numbers), did
+    assert found.counts["runs"] == len(numbers) == found.counts["cases"] - 1
+    assert [(each["case"], "five" in each["what"]) for each in found.findings] == [(5, True)]
 
 
 def test_an_interrupted_append_keeps_the_copy_of_a_shared_block():

@@ -109,7 +109,7 @@ def check_copies(key: torch.Tensor, value: torch.Tensor) -> None:
     [
         (64, 64, (128, 4, 2)), (128, 128, (128, 2, 2)), (256, 256, (64, 2, 1)),
         (192, 128, (128, 2, 1)), (192, 192, (64, 2, 2)), (96, 96, (128, 3, 2)), (80, 80, (128, 4, 2)),
-        (112, 112, (128, 2, 2)), (256, 64, (128, 2, 1)),
+        (112, 112, (128, 2, 2)), (256, 64, (128, 2, 1)), (512, 512, (32, 2, 1)), (512, 64, (32, 2, 1)),
     ],
 )  # fmt: skip
 def test_tiles_fit_shared_memory(D, Dv, shape, monkeypatch):
@@ -207,7 +207,7 @@ def test_no_item_is_passed_over(causal, sequences, monkeypatch):
     assert short == dense.SHORT
 
 
-@pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("size", [16, 32, 64, 128, 256, 512])
 def test_tiles_are_swizzled_as_copies_are(size):
     """TMA exchanges the pieces of 16 bytes of a line of 128 by the line's number: bits 4 to 6 of an address by 7 to 9,
     or fewer of both if rows are shorter."""
@@ -259,7 +259,10 @@ def test_leaves_to_triton(features):
 
 @pytest.mark.parametrize(
     ("D", "Dv", "is_served"),
-    [(192, 128, True), (64, 256, True), (208, 112, True), (240, 64, False), (48, 48, False), (128, 120, False)],
+    [
+        *((192, 128, True), (64, 256, True), (208, 112, True), (240, 64, False), (48, 48, False), (128, 120, False)),
+        *((512, 512, True), (64, 512, True), (512, 128, True), (384, 384, False)),
+    ],
 )
 def test_head_sizes_that_are_served(D, Dv, is_served):
     key, value = torch.zeros(N, 16, 2, 1, D).half(), torch.zeros(N, 16, 2, Dv).half()
@@ -510,7 +513,14 @@ def test_sequences_of_many_rows(sequences, heads, monkeypatch):
 )
 @pytest.mark.parametrize(
     ("D", "dtype"),
-    [(64, torch.float16), (80, torch.float16), (128, torch.bfloat16), (192, torch.bfloat16), (256, torch.bfloat16)],
+    [
+        (64, torch.float16),
+        (80, torch.float16),
+        (128, torch.bfloat16),
+        (192, torch.bfloat16),
+        (256, torch.bfloat16),
+        (512, torch.bfloat16),
+    ],
     ids=str,
 )
 def test_what_lies_before_all_rows_windows_reaches_none(D, dtype, masks, monkeypatch):
@@ -557,7 +567,17 @@ def test_what_lies_before_all_rows_windows_reaches_none(D, dtype, masks, monkeyp
 )
 @pytest.mark.parametrize(
     "sizes",
-    [(192, 128), (128, 64), (96, 64), (256, 128), (224, 208), *((D, None) for D in (80, 96, 112, 160, 192, 256))],
+    [
+        (192, 128),
+        (128, 64),
+        (96, 64),
+        (256, 128),
+        (224, 208),
+        *((D, None) for D in (80, 96, 112, 160, 192, 256)),
+        (512, None),
+        (512, 128),
+        (64, 512),
+    ],
     ids=str,
 )
 def test_head_sizes(sizes, options, monkeypatch):

@@ -103,10 +103,12 @@ def test_tiles_of_bytes_fit_shared_memory(D, M):
         ({}, ["decode", "states"]),
         ({"T": 20}, ["decode", "states"]),
         ({"T": 201}, ["decode", "fp8", "states"]),
-        ({"S": 10, "T": 10}, ["fp8", "states"]),  # few items
+        ({"S": 1, "T": 1}, ["decode", "states"]),
+        ({"S": 10, "T": 20}, ["fp8", "states"]),  # few sequences of two tokens
+        ({"S": 10, "T": 100}, ["fp8", "states"]),  # a few decodes next to prompts
         ({"T": 160}, ["fp8", "states"]),  # of 32 rows
-        ({"B": 8}, ["fp8", "states"]),
-        ({"layout": "X_PACKED"}, ["fp8", "states"]),
+        ({"B": 12}, ["decode", "states"]),
+        ({"layout": "X_PACKED"}, ["decode", "states"]),
         ({"stored": None}, ["items", "states"]),
         ({"stored": None, "T": 20}, ["few", "states"]),
         ({"stored": None, "T": 1, "S": 1, "H": 64, "K": 4, "dtype": FP16}, ["few", "states"]),
@@ -355,6 +357,21 @@ BATCHES = {
         "scales": (None, 0.3),
     },
     "e4m3, one head, long": {"heads": (8, 1), "tokens": [1, 1], "lens": [140_000, 3], "B": 64, "stored": E4M3},
+    "e5m2, one decode": {
+        "heads": (16, 1),
+        "tokens": [1],
+        "lens": [5001],
+        "B": 12,
+        "stored": E5M2,
+        "scales": (0.6, 1.7),
+    },
+    "e4m3, packed, decodes": {
+        "heads": (16, 2),
+        "tokens": [1] * 3,
+        "lens": [5000, 2500, 3],
+        "layout": "X_PACKED",
+        "stored": E4M3,
+    },
     "e4m3, block 1": {"heads": (32, 8), "tokens": [1, 200], "lens": [5000, 2500], "B": 1, "stored": E4M3},
     "e5m2, packed": {
         "heads": (16, 2),
@@ -379,6 +396,14 @@ BATCHES |= {
         "layout": "HND", "B": 64,
     },
 }  # fmt: skip
+
+
+GROWING = {"heads": (32, 8), **DECODES, "slope": 0.06}
+BATCHES |= {
+    "scores that grow by more than maxima in use may": GROWING,
+    "the same, float16, faster": {**GROWING, "dtype": FP16, "slope": 0.13},
+    "the same, float16, e5m2": {**GROWING, "dtype": FP16, "stored": E5M2, "slope": 0.01},
+}
 
 
 @pytest.mark.gpu
@@ -433,12 +458,14 @@ def test_rows_have_the_same_bits_in_any_batch_and_cache(heads, D, dtype, stored,
     """Also captured, with other lengths when it is replayed."""
     (H, K), n, dice = heads, 9000, random.Random(0)
     torch.manual_seed(0)
-    key, value = (torch.randn(n, K, D, device=GPU).to(stored or dtype) for _ in "kv")
-    query = torch.randn(n, H, D, device=GPU).to(dtype)
+    key, value = torch.randn(n, K, D, device=GPU), torch.randn(n, K, D, device=GPU).to(stored or dtype)
+    # Large queries, and keys that grow towards the first: maxima in use change in other tiles for each row of a warp.
+    query = (torch.randn(n, H, D, device=GPU) * torch.exp2(torch.randint(-3, 5, (n, H, 1), device=GPU))).to(dtype)
+    key[:, :, 0] += torch.linspace(40, 0, n, device=GPU)[:, None]
+    key = key.to(stored or dtype)
     features: dict[str, Any] = {"batch_invariant": True}
     if stored:
         key, value = key.view(torch.uint8), value.view(torch.uint8)
-        query *= torch.exp2(torch.randint(-3, 3, (n, H, 1), device=GPU))  # rows are divided by powers of two
         features |= {name: torch.tensor([0.6], device=GPU) for name in ("k_scale", "v_scale")}
 
     def attend(parts, cache, capture=False):

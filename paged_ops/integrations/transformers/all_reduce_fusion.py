@@ -40,7 +40,7 @@ from paged_ops.layouts import MODEL_DTYPES as DTYPES
 from paged_ops.parallel.all_reduce import AllReduce, prepare_all_reduce, rms_norm
 from paged_ops.parallel.tensor import is_sharded, local_of
 
-_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _INNER = ("pre_feedforward_layernorm", "post_feedforward_layernorm")  # in layers that norm before adding
 # Limits of gathered logits: rows, and columns per part.
 _GATHERED_ROWS, _LEAST_COLUMNS, _MOST_COLUMNS = 64, 512, 8192
@@ -66,7 +66,7 @@ class AllReduceReport(NamedTuple):
     left: dict[str, str]
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """The last call of a module in the trial run."""
 
     args: tuple[Any, ...]
@@ -78,11 +78,13 @@ class _Call(NamedTuple):
         return self.args[0] if self.args else None
 
 
-class _Layer:
-    """The trial run of one decoder layer, and the reasons against fusing its two all-reduces."""
+class TrialLayer:
+    """The trial run of one decoder layer, and the reasons against fusing what follows its two last matmuls.
 
-    def __init__(self, name: str, layer: nn.Module) -> None:
-        self.name = name
+    ``last_matmul(layer, part)`` finds them: the output of its attention, and of its mlp.
+    """
+
+    def __init__(self, layer: nn.Module, last_matmul: Callable[[Any, str], Any]) -> None:
         self.layer: Any = layer
         self.norms_first = all(isinstance(getattr(layer, name, None), nn.Module) for name in _INNER)
         # the norm after the attention; and the norms before the adds
@@ -92,7 +94,7 @@ class _Layer:
         self.inner: dict[str, Any] = {"self_attn": None, "mlp": None}
         if self.norms_first:
             self.inner = {"self_attn": layer.post_attention_layernorm, "mlp": layer.post_feedforward_layernorm}
-        self.matmuls = {"self_attn": _row_parallel(layer, "self_attn"), "mlp": _row_parallel(layer, "mlp")}
+        self.matmuls = {part: last_matmul(layer, part) for part in ("self_attn", "mlp")}
         self.against: dict[str, str] = {}
         self.extras: dict[str, Any] = {}
         self.input: Any = None
@@ -102,7 +104,7 @@ class _Layer:
     def refuse(self, part: str, reason: str) -> None:
         self.against.setdefault(part, reason)
 
-    def ended(self, calls: dict[nn.Module, _Call]) -> None:
+    def ended(self, calls: dict[nn.Module, Call]) -> None:
         """Check the layer's dataflow, from the calls of its parts."""
         self.ran, layer = True, self.layer
         own = calls[layer]
@@ -110,7 +112,7 @@ class _Layer:
             self.refuse("layer", "gets more positional arguments than its hidden states")
             return
         self.input, self.output = own.args[0], own.output
-        for name in _PARTS + _INNER * self.norms_first:
+        for name in PARTS + _INNER * self.norms_first:
             if getattr(layer, name) not in calls:
                 self.refuse("layer", f"did not call its {name}")
                 return
@@ -138,9 +140,9 @@ class _Layer:
             linear = self.matmuls[part]
             call = None if linear is None else calls.get(linear)
             if call is None or call.output is not made:
-                self.refuse(part, "its last matmul is not row-parallel, or not its output")
+                self.refuse(part, "its output is not that of its last matmul")
 
-    def _added(self, part: str, output: Any, calls: dict[nn.Module, _Call]) -> Any:
+    def _added(self, part: str, output: Any, calls: dict[nn.Module, Call]) -> Any:
         """The tensor added to the residual stream for a part's output; None if something else is normed."""
         inner = self.inner[part]
         if inner is None:
@@ -148,10 +150,21 @@ class _Layer:
         return calls[inner].output if _is_called_with(calls[inner], output) else None
 
 
+def decoder_layers(model: nn.Module) -> list[Any]:
+    """The members of lists of layers that have norms, attention and an mlp."""
+    return [
+        layer
+        for layers in model.modules()
+        if isinstance(layers, nn.ModuleList)
+        for layer in layers
+        if all(isinstance(getattr(layer, name, None), nn.Module) for name in PARTS)
+    ]
+
+
 class _Plan(NamedTuple):
     """An all-reduce that may be fused with the norm after it."""
 
-    layer: _Layer
+    layer: TrialLayer
     part: str  # "self_attn" or "mlp"
     linear: Any
     norm: Any
@@ -165,15 +178,9 @@ class Watch:
     def __init__(self, model: Any, group: dist.ProcessGroup) -> None:
         self._model, self._group = model, group
         self._names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
-        self._calls: dict[nn.Module, _Call] = {}
+        self._calls: dict[nn.Module, Call] = {}
         self._hooks: list[Any] = []
-        self._layers = [
-            _Layer(self._names[layer], layer)
-            for layers in self._names
-            if isinstance(layers, nn.ModuleList)
-            for layer in layers
-            if all(isinstance(getattr(layer, name, None), nn.Module) for name in _PARTS)
-        ]
+        self._layers = [TrialLayer(layer, _row_parallel) for layer in decoder_layers(model)]
         self._embeddings = {module for module in self._names if _is_sharded_embedding(module)}
         self._reduced = {module: "" for module in self._names if _is_row_parallel(module) or module in self._embeddings}
         self._last: list[nn.Module] = []
@@ -187,11 +194,11 @@ class Watch:
         by_layer = {each.layer: each for each in self._layers}
         watched = {*self._reduced, *by_layer, *self._heads}
         for layer in by_layer:
-            watched |= {getattr(layer, name) for name in _PARTS + _INNER if hasattr(layer, name)}
+            watched |= {getattr(layer, name) for name in PARTS + _INNER if hasattr(layer, name)}
         watched |= {module for module, name in self._names.items() if name.rpartition(".")[2] in LAST_NORMS}
 
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self._calls[module] = _Call(args, kwargs, output)
+            self._calls[module] = Call(args, kwargs, output)
             if module in self._reduced:
                 self._check(module)
             if module in self._heads:
@@ -459,7 +466,7 @@ def _bound(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any
     return forward
 
 
-def _is_called_with(call: _Call, value: Any) -> bool:
+def _is_called_with(call: Call, value: Any) -> bool:
     return len(call.args) == 1 and call.args[0] is value and not call.kwargs
 
 

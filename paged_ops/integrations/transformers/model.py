@@ -33,7 +33,7 @@ from paged_ops.cache.kv_cache import KVCache
 from paged_ops.cache.shard import UNSHARDED
 from paged_ops.cache.states import StateCache
 from paged_ops.checks import expect, flag, is_integer
-from paged_ops.integrations.transformers import indexers
+from paged_ops.integrations.transformers import few_rows, indexers
 from paged_ops.integrations.transformers.all_reduce_fusion import LAST_NORMS, AllReduceReport, Watch
 from paged_ops.integrations.transformers.attention_function import PROBE
 from paged_ops.integrations.transformers.generation_config import GenerationFields
@@ -211,7 +211,11 @@ class PagedCausalLM:
             self._wrapping.replace(parent, name, FrozenRotary(rotary, model.config, self.max_model_len))
         self._wrapping.set_implementation(dense_implementation(model))
         if self.process_group is None:
-            dense = DenseRun.of(model, run_dense(model))
+            with few_rows.Watch(model) as few:
+                logits = run_dense(model)
+            if not self.batch_invariant:
+                few.install(self._wrapping)
+            dense = DenseRun.of(model, logits)
         else:
             with Watch(model, self.process_group) as watch:
                 logits = run_dense(model)
@@ -390,7 +394,8 @@ class PagedCausalLM:
             forms = tuple(each.form for each in noted)
             fusion = getattr(layer, "paged_fusion", None)
             fused = None if fusion is None else (fusion.attention is None, fusion.mlp is None)
-            kind = type(layer), fused, forms, tuple((each.keys, each.continues) for each in keeping)
+            few = getattr(layer, "paged_few_rows", None) is not None
+            kind = type(layer), fused, few, forms, tuple((each.keys, each.continues) for each in keeping)
             if kind not in kinds:
                 kinds[kind] = torch.compile(copy_of(run_layer), **options)
             caches: list[int] = []

@@ -97,15 +97,24 @@ def use_overlapping_products(model: nn.Module) -> int:
 
 
 class OverlappingLinear(nn.Linear):
-    """``nn.Linear`` without a bias, by ``paged_ops.ops.few_row_linear``."""
+    """``nn.Linear`` without a bias, by ``paged_ops.ops.few_row_linear``. Its next result is added to ``residual``."""
+
+    residual: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return _overlapping_linear(x, self.weight)
+        residual, self.residual = self.residual, None
+        out: Tensor = torch.ops.paged_ops_models.few_row_linear.default(x, self.weight, None, residual, constant=True)
+        return out
+
+
+def is_overlapping(fused: FusedLinear) -> bool:
+    """Whether a fused layer runs by the few-row kernel."""
+    return fused.matmul is _overlapping_linear
 
 
 def _overlapping_linear(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
     assert bias is None
-    out: Tensor = torch.ops.paged_ops_models.few_row_linear.default(x, weight)
+    out: Tensor = torch.ops.paged_ops_models.few_row_linear.default(x, weight, constant=True)
     return out
 
 
@@ -137,9 +146,13 @@ class FusedLinear(nn.Module):
         each = zip(self.sizes, itertools.accumulate(self.sizes), self._sharded, strict=True)
         return [FusedPart(self, end - size, end, sharded) for size, end, sharded in each]
 
+    def keep(self, x: Tensor, output: Tensor) -> None:
+        """The output of the next calls with x."""
+        self.input, self.output, self.left = x, output, len(self.sizes)
+
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
         if self.output is None or self.input is not x:
-            self.input, self.output, self.left = x, self.matmul(x, self.weight, self.bias), len(self.sizes)
+            self.keep(x, self.matmul(x, self.weight, self.bias))
         result = self.output[..., start:stop]
         self.left -= 1
         if self.left == 0:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from paged_ops.integrations.transformers.few_rows import run_few_row_layer
 from paged_ops.integrations.transformers.fused_layers import run_fused_layer
 from paged_ops.integrations.transformers.latent import expands_step, latent_modules
 from paged_ops.integrations.transformers.probe import Attending
@@ -203,9 +204,11 @@ class CompiledLayer:
 
 def run_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Does not read the layer index: each layer would then be compiled separately.
-    is_fused = getattr(layer, "paged_fusion", None) is not None
-    forward = run_fused_layer if is_fused else type(layer).forward
-    return forward(layer, *args, **kwargs)
+    if getattr(layer, "paged_fusion", None) is not None:
+        return run_fused_layer(layer, *args, **kwargs)
+    if getattr(layer, "paged_few_rows", None) is not None:
+        return run_few_row_layer(layer, *args, **kwargs)
+    return type(layer).forward(layer, *args, **kwargs)
 
 
 def copy_of(function: Any) -> Any:

@@ -43,8 +43,22 @@ LINEAR = cpp.Source(
 )
 
 
-def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight)
+def few_row_linear(
+    x: Tensor,
+    weight: Tensor,
+    norm: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    constant: bool = False,
+) -> Tensor:
+    """By torch's ops, also where a GPU has no kernel."""
+    fake.few_row_linear(x, weight, norm, residual, eps, gated, constant)
+    out = F.linear(x if norm is None else F.rms_norm(x, norm.shape, norm, eps), weight)
+    if gated:
+        gate, up = out.chunk(2, -1)
+        out = F.silu(gate) * up
+    return out if residual is None else out + residual
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -10,13 +10,14 @@ Letters: T rows, C input features, O output features.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import fake
+from paged_ops.lowerings.cpu.linear import few_row_linear as by_torch
+from paged_ops.lowerings.gpu import one_row
 from paged_ops.lowerings.gpu.target import FUSED, on_device, target_of
 
 FEW_ROWS, MOST_ROWS = 16, 64
@@ -24,15 +25,30 @@ MANY_OUTPUTS = 8192  # the fewest outputs with more than FEW_ROWS rows
 STEPS = 64, 256  # O and C must be multiples
 
 
-def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
+def few_row_linear(
+    x: Tensor,
+    weight: Tensor,
+    norm: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    constant: bool = False,
+) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     (T, C), target = rows.shape, target_of(x.device)
     O = weight.shape[0]
     serves = x.dtype == weight.dtype and serves_weight(weight) and target.is_hopper
-    tile = tile_of(T, O, target.processors) if serves else None
+    out = fake.few_row_linear(x, weight, norm, residual, eps, gated, constant)
+    tile = one_row.tile_of(T, O, C) if serves else None
+    if tile is not None:
+        tensors = rows, weight, norm, residual, out
+        with on_device(target.device):
+            one_row.launch(tensors, eps, gated, constant, tile)
+        return out
+    is_plain = norm is None is residual and not gated
+    tile = tile_of(T, O, target.processors) if serves and is_plain else None
     if tile is None:
-        return F.linear(x, weight)
-    out = fake.few_row_linear(x, weight)
+        return by_torch(x, weight, norm, residual, eps, gated)
     with on_device(target.device):
         few_row_linear_kernel[(O // tile["BN"],)](rows, weight, out, T, O, C, **tile, launch_pdl=True, **FUSED)
     return out

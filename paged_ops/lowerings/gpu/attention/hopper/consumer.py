@@ -33,7 +33,7 @@ from paged_ops.lowerings.gpu.attention.hopper.softmax import (
     scaled_if_raised,
     softmax_tile,
 )
-from paged_ops.lowerings.gpu.attention.hopper.work import OLDEST, field_of, next_tiles, read_item
+from paged_ops.lowerings.gpu.attention.hopper.work import OLDEST, column_of, field_of, head_of, next_tiles, read_item
 from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, keys_of_rows, needs_mask, place_at
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -291,8 +291,9 @@ def store_columns(
         row = place.to(gl.int64) * SHAPE.M + r
     else:
         to = batch.tensors.out
-        row = (item.row_start.to(gl.int64) + item.first_token + r // G) * (SPEC.K * G) + item.kh * G + r % G
-    d = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+        row = (item.row_start.to(gl.int64) + item.first_token + r // G) * (SPEC.K * G)
+        row = row + head_of(item, SHAPE) * G + r % G
+    d = FIRST + column_of(item, SHAPE) + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     at = to + row[:, None] * SPEC.v_side.size + d[None, :]
     gl.store(at, acc.to(to.dtype.element_ty), mask=live[:, None])
 
@@ -305,7 +306,7 @@ def store_item(
     G: gl.constexpr = SPEC.G
     WIDTHS: gl.constexpr = widths_of(SHAPE.v.parts)
     for n in gl.static_range(len(WIDTHS)):
-        store_columns(acc[n], item, place, batch, which, first_of(WIDTHS, n, SPEC.v_side.size), PART, SPEC, SHAPE)
+        store_columns(acc[n], item, place, batch, which, first_of(WIDTHS, n, SHAPE.v.size), PART, SPEC, SHAPE)
     if SPEC.lse or PART:
         r = which * WARPGROUP + gl.arange(0, WARPGROUP, lse2.type.layout)
         token = item.first_token + r // G
@@ -313,7 +314,7 @@ def store_item(
         if PART:
             gl.store(batch.tensors.part_lse + place * SHAPE.M + r, lse2, mask=live)
         else:
-            row = (item.row_start + token).to(gl.int64) * (SPEC.K * G) + item.kh * G + r % G
+            row = (item.row_start + token).to(gl.int64) * (SPEC.K * G) + head_of(item, SHAPE) * G + r % G
             gl.store(batch.tensors.lse + row, lse2 * LN2, mask=live)
 
 
@@ -364,7 +365,7 @@ def attend(
     sink = gl.full([WARPGROUP], float("-inf"), gl.float32, s_rows)
     if SPEC.logits.sinks:
         head = (which * WARPGROUP + gl.arange(0, WARPGROUP, s_rows)) % SPEC.G
-        sink = gl.load(tensors.sinks + item.kh * SPEC.G + head) * LOG2E
+        sink = gl.load(tensors.sinks + head_of(item, SHAPE) * SPEC.G + head) * LOG2E
         if shared.places is not None:  # the first part includes the sink
             sink = gl.where((place < 0) | (place % 2 == 1), sink, float("-inf"))
     acc = zero_sums(WIDTHS)

@@ -12,7 +12,7 @@ M packed query rows (row r is token ``r // G``, head ``r % G``) and N keys. Tile
 columns, all columns of 8 rows together: PAGE keys of a block are contiguous, and one TMA copy loads them.
 
 Serves causal or not, sliding windows with or without first tokens, attention chunks, bidirectional ranges, soft cap,
-sinks and lse, float16 and bfloat16, head sizes that are multiples of 16 (see head_chunks.py), caches with rows that TMA
+sinks and lse, float16 and bfloat16, heads of 512 or a multiple of 16 (see head_chunks.py), caches with rows that TMA
 can address. The Triton kernel serves everything else, with the same results. Ideas: FlashAttention-3 (Shah et al. 2024,
 arXiv:2407.08608).
 """
@@ -60,6 +60,10 @@ from paged_ops.lowerings.gpu.target import TRITON, Target
 
 BLOCK_M = 128  # with two consumers
 SIZES = range(64, 257, 16)  # head sizes
+# Wider ones. Sums of all value columns would not fit the registers, so an item has PIECE of them, and scores are
+# computed once for each piece.
+WIDE, PIECE = (512,), 256
+KEYS_OF_WIDE = 32  # of a tile
 # Three consumers: the largest head size, the time of an item relative to two consumers, the smallest window or chunk,
 # and the registers of a thread per role (all 65536 are used).
 SIZE_OF_THREE, TIME_OF_THREE, SPAN_OF_THREE = 64, 1.35, 1024
@@ -81,10 +85,15 @@ APPLIES = frozenset(
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
+    return serves_sizes(spec, (*served_sizes(), *WIDE))
+
+
+def serves_sizes(spec: Spec, sizes: tuple[int, ...]) -> list[str]:
+    """The reasons against a call, with these sizes of heads."""
     key, value = spec.k_side, spec.v_side
     against = {
-        f"head_size: expected one of {(*served_sizes(),)}, got {key.size}": key.size not in served_sizes(),
-        f"value_head_size: expected one of {(*served_sizes(),)}, got {value.size}": value.size not in served_sizes(),
+        f"head_size: expected one of {sizes}, got {key.size}": key.size not in sizes,
+        f"value_head_size: expected one of {sizes}, got {value.size}": value.size not in sizes,
         f"num_heads: expected at most {BLOCK_M} per key/value head, got {spec.G}": spec.G > BLOCK_M,
         "first tokens with a chunk: not applied by this kernel": bool(spec.masks.first) and spec.masks.chunk,
     }
@@ -104,9 +113,9 @@ def not_loaded(spec: Spec) -> list[str]:
     return [reason for reason, holds in against.items() if holds]
 
 
-def served_sizes() -> list[int]:
+def served_sizes() -> tuple[int, ...]:
     """The head sizes that divide into at most MOST_PARTS parts."""
-    return [size for size in SIZES if len(parts_of(size)) <= MOST_PARTS]
+    return tuple(size for size in SIZES if len(parts_of(size)) <= MOST_PARTS)
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
@@ -147,10 +156,11 @@ def build_items(
         **constants,
         "num_warps": 4,
     }
-    tokens, K, most = constants["SHAPE"].M // spec.G, spec.K, target.processors
+    shape, most = constants["SHAPE"], target.processors
+    tokens, heads = shape.M // spec.G, spec.K * shape.pieces
 
     def grid(numbers: Numbers) -> Grid:
-        return min((numbers.T // tokens + numbers.S) * K, most), 1, 1
+        return min((numbers.T // tokens + numbers.S) * heads, most), 1, 1
 
     launcher = launcher_of(kernel, constants, target.device)
     launch = HopperLaunch(launcher, grid, ("taken", *takes), described, rows_of(spec), more)
@@ -266,31 +276,34 @@ class HopperShape(NamedTuple):
     stages: int
     slots: int  # items that are published ahead
     row_slots: int  # tiles of their query rows in shared memory
-    heads: int  # key/value heads in flight
+    heads: int  # key/value heads in flight, times pieces
     registers: tuple[int, ...]  # of a thread, per role; the first role has the rest
     k: Columns
     v: Columns
     warps: int  # of the scheduler
+    pieces: int = 1  # of the value columns, which are items of their own
 
 
 def shape_of(spec: Spec, shared_memory: int, consumers: int = 2) -> HopperShape:
     """128 keys per tile if two stages fit shared memory, and sums and scores the registers; else 64. Then two tiles of
     query rows if they fit, then more stages."""
     M = consumers * WARPGROUP.value
-    D, Dv, itemsize = spec.k_side.size, spec.v_side.size, spec.dtype.itemsize
+    D, itemsize = spec.k_side.size, spec.dtype.itemsize
+    pieces = spec.v_side.size // PIECE if spec.v_side.size in WIDE else 1
+    Dv = spec.v_side.size // pieces
     k_parts, v_parts = parts_of(D), value_parts_of(Dv)
     space = (shared_memory - OTHERS) // itemsize - M * D
     # With Triton 3.9 matmuls in three parts would run one after another (C7512), with any number of registers.
     fits = len(parts_of(Dv)) < 3 or TRITON < (3, 9)
-    N = 128 if Dv <= 128 and 2 * 128 * (D + sum(v_parts)) <= space and fits else 64
+    N = 128 if Dv <= 128 and 2 * 128 * (D + sum(v_parts)) <= space and fits else KEYS_OF_WIDE if D in WIDE else 64
     stage = N * (D + sum(v_parts))
     slots = min(MOST_SLOTS, 1 + (space - 2 * stage) // (M * D))
     stages = min(MOST_STAGES, (space - (slots - 1) * M * D) // stage)
-    heads = max(each for each in range(1, min(spec.K, HEADS) + 1) if spec.K % each == 0)
+    heads = pieces * max(each for each in range(1, min(spec.K, HEADS) + 1) if spec.K % each == 0)
     page = min(spec.B & -spec.B, N)
     k, v = Columns(D, k_parts, matrix_of(spec.k_side, spec)), Columns(Dv, v_parts, matrix_of(spec.v_side, spec))
     registers, warps = (_registers(spec), 4) if consumers == 2 else (REGISTERS_OF_THREE, 1)
-    return HopperShape(M, N, page, stages, slots, slots, heads, registers, k, v, warps)
+    return HopperShape(M, N, page, stages, slots, slots, heads, registers, k, v, warps, pieces)
 
 
 def _registers(spec: Spec) -> tuple[int, int, int]:
@@ -308,7 +321,8 @@ def descriptors(spec: Spec, page: int) -> list[Described]:
     """One per part of keys, then of values; None where there are fewer parts."""
     made: list[Described] = []
     for name, side, parts in (("key_cache", spec.k_side, parts_of), ("value_cache", spec.v_side, value_parts_of)):
-        each = [(name, functools.partial(describe, side, spec, page, part)) for part in parts(side.size)]
+        size = PIECE if side is spec.v_side and side.size in WIDE else side.size
+        each = [(name, functools.partial(describe, side, spec, page, part)) for part in parts(size)]
         made += [*each, *[None] * (MOST_PARTS - len(each))]
     return made
 

@@ -63,7 +63,7 @@ def serves(spec: Spec, target: Target) -> list[str]:
         "kv_cache: expected an even number of bytes between elements": not spec.storage.paired,
     }
     reasons = not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
-    return reasons or dense.serves(in_pairs(spec), target)
+    return reasons or dense.serves_sizes(in_pairs(spec), dense.served_sizes())
 
 
 def in_pairs(spec: Spec) -> Spec:
@@ -234,11 +234,11 @@ def converter(keys, values, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr, APA
 
 
 @gluon.jit
-def bytes_of(PARTS: gl.constexpr, BYTES: gl.constexpr):
+def bytes_of(PARTS: gl.constexpr, BYTES: gl.constexpr, RELEASES: gl.constexpr = 1):
     """A ring of tiles of bytes, as pairs; the converter takes its pages."""
     half: gl.constexpr = gl.float16
     pages = places(half, BYTES.stages * (BYTES.N // BYTES.page), BYTES.page, PARTS)
-    return TileRing(pages, pages, ring.ring_of(BYTES.stages, 1, 1))
+    return TileRing(pages, pages, ring.ring_of(BYTES.stages, 1, RELEASES))
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)

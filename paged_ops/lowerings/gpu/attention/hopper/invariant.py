@@ -51,17 +51,18 @@ from paged_ops.lowerings.gpu.attention.hopper.loader import loader
 from paged_ops.lowerings.gpu.attention.hopper.producer import producer
 from paged_ops.lowerings.gpu.attention.hopper.ring import signal_of
 from paged_ops.lowerings.gpu.attention.hopper.segments import Cuts, fold_weights, segments_of
-from paged_ops.lowerings.gpu.attention.shared.tile import LN2, LOG2E, Batch, store_padding
+from paged_ops.lowerings.gpu.attention.hopper.softmax import LEAST
+from paged_ops.lowerings.gpu.attention.shared.tile import LN2, Batch, store_padding
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
-from paged_ops.lowerings.gpu.spec import Division, Numbers, Pointers, Shapes, Spec, TileShape, can_slice, not_applied
+from paged_ops.lowerings.gpu.spec import Division, Numbers, Pointers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
 SIZES = (64, 64), (128, 128)  # head sizes that were run on a GPU
 SEGMENT, SHORTEST, FEW_HEADS = 4096, 1024, 4  # keys, keys, key/value heads: see segment_of
 SEGMENTS, FEWEST_SEGMENTS = 128, 16  # at most, of a long row: about so many in all key/value heads, and in one
 LEAD = 8  # Plan.lead
-# Of invariant_decode_kernel: the most query rows, and with 8 rows the programs per multiprocessor.
-MOST_FEW, STAGES, PROGRAMS = 16, 4, 4
+# Of invariant_decode_kernel: the most query rows, and the programs per multiprocessor if sequences are many.
+MOST_FEW, PROGRAMS = 16, 2
 WORKSPACE = 16 << 20  # of states of segments, in float32s
 COUNTERS = 4
 NOTHING = tl.constexpr(0xFF800000)  # a pair of -inf and 0.0
@@ -115,7 +116,8 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
         return "scale: expected a positive number"
     rows, same = tuning.rows_of(shapes.T, shapes.S, spec.G)
     M = WARPGROUP.value if same or shapes.T <= shapes.S else 2 * WARPGROUP.value
-    if same and shapes.T > shapes.S and not decodes(spec, tuning.power_of_2(rows), shapes.S, target):
+    few = decodes(spec, tuning.power_of_2(rows)) and are_many(spec, shapes.S, target)
+    if same and shapes.T > shapes.S and not few:
         rows = WARPGROUP.value
     division = tuning.division(min(rows, WARPGROUP.value), shapes.S)
     loads = loads_of(spec, shapes)
@@ -140,23 +142,31 @@ def loads_of(spec: Spec, shapes: Shapes) -> int:
     return int(copied)
 
 
-def decodes(spec: Spec, rows: int, S: int, target: Target) -> bool:
-    """Whether invariant_decode_kernel serves the sequences of at most so many rows. It needs several items per
-    multiprocessor."""
-    many = S * spec.K >= target.processors
-    return is_fp8(spec) and rows <= MOST_FEW and many and can_slice(spec) and not are_copied(spec)
+def decodes(spec: Spec, rows: int) -> bool:
+    """Whether invariant_decode_kernel serves sequences of at most so many rows, if it serves the batch."""
+    return is_fp8(spec) and rows <= MOST_FEW
 
 
-def decode_launch(spec: Spec, plan: Plan, rows: int, target: Target, counter: str) -> Launch:
-    """The launch of invariant_decode_kernel."""
-    size = spec.k_side.size
-    tile = TileShape(max(rows, 8), 128, size, size, 0, True)
-    programs = PROGRAMS if rows <= 8 else 2  # with more rows registers would not suffice
-    constants: dict[str, Any] = {"SPEC": spec, "PLAN": plan, "TILE": tile, "enable_fp_fusion": False}
-    constants |= {"num_warps": 4, "num_stages": STAGES, "maxnreg": min(512 // programs, 255), **target.overlap()}
-    without = ("alibi_slopes", *({"taken", "arrived"} - {counter}))
-    launcher = launcher_of(invariant_decode.invariant_decode_kernel, constants, target.device, without)
-    return Launch(launcher, (programs * target.processors, 1, 1), without)
+def are_many(spec: Spec, S: int, target: Target) -> bool:
+    """Whether sequences have an item for each multiprocessor."""
+    return S * spec.K >= target.processors
+
+
+def decode_launch(
+    spec: Spec, read: Spec, plan: Plan, rows: int, loads: int, described: list[Described], programs: int,
+    target: Target, counter: str,
+) -> Launch:  # fmt: skip
+    """The launch of invariant_decode_kernel, with so many programs per multiprocessor."""
+    shaped = spec if loads == 2 else addressable(spec)
+    shape, of_bytes = invariant_decode.shapes_of(shaped, max(rows, 8), programs, target.shared_memory)
+    constants: dict[str, Any] = {"SPEC": read, "PAIRS": invariant_fp8.pairs_of(read), "PLAN": plan, "SHAPE": shape}
+    constants |= {"BYTES": of_bytes, "LOADS": loads, "enable_fp_fusion": False, **target.overlap()}
+    # Of 8 warps, as warps of one role are counted by four; what they leave is the consumer's.
+    constants |= {"num_warps": 4, "maxnreg": min(256 // programs, 255)}
+    launcher = launcher_of(invariant_decode.invariant_decode_kernel, constants, target.device, (counter,))
+    takes = (*PARTS, "k_scale", "v_scale", "key_cache", "value_cache", counter)
+    query = contiguous_rows if are_copied(spec) else aligned_rows
+    return HopperLaunch(launcher, (programs * target.processors, 1, 1), takes, described, query)
 
 
 def is_fp8(spec: Spec) -> bool:
@@ -209,14 +219,18 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     rows = tuning.power_of_2(division.rows)
     span = segment * max(SEGMENTS // spec.K, FEWEST_SEGMENTS)
     cuts = Cuts(segment // shape.N, span, rows, WORKSPACE // (rows * Dv))
-    few = decodes(spec, rows, S, target)
-    keys_first = M == WARPGROUP.value and tma and not is_fp8(spec) and rows <= few_rows.MOST_ROWS
+    alone = M == WARPGROUP.value
+    many = are_many(spec, S, target)
+    few = decodes(spec, rows) and (alone or many)
+    everyone = few and alone
+    keys_first = alone and tma and not is_fp8(spec) and rows <= few_rows.MOST_ROWS
     if keys_first:
         shape = few_rows.shape_of(spec, rows, target.shared_memory)
         division = division._replace(at_once=min(division.at_once, few_rows.SEQUENCES))
-    everyone = few and M == WARPGROUP.value
     beside_rows = beside.ROWS if decoders else rows if few else 0
     plan = Plan(division, cuts, LEAD, beside_rows, everyone)
+    programs = PROGRAMS if many else 1
+    of_decodes = plan._replace(beside=0) if everyone else plan
     kernel: Any = invariant_items_kernel
     more: dict[str, Any] = {"LOADS": loads}
     scales: tuple[str, ...] = ()
@@ -257,12 +271,12 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         others = {"taken", "arrived"} - {counter}
         before: tuple[Launch, ...] = ()
         if few:
-            before = (decode_launch(read, plan, rows, target, counter),)
+            before = (decode_launch(spec, read, of_decodes, rows, loads, described, programs, target, counter),)
         launcher = launcher_of(kernel, {**constants, **more, "num_warps": 4}, target.device, (counter,))
         query = contiguous_rows if are_copied(spec) else aligned_rows
         mains = () if everyone else (HopperLaunch(launcher, (P, 1, 1), (*takes, counter), described, query),)
         tile = TileShape(M, shape.N, 0, Dv, 0, False)
-        folded = plan if decoders else plan._replace(beside=0)
+        folded = of_decodes
         merged: dict[str, Any] = {"SPEC": spec.for_merge(), "PLAN": folded, "TILE": tile, "FOLD": fold}
         merged |= {"num_warps": 1, "maxnreg": 255, "enable_fp_fusion": False, **target.overlap()}
         without = (*others, *({*NOT_OF_MERGE} - {*scales}))
@@ -399,8 +413,6 @@ def invariant_states_kernel(
     elif p > 0:  # the first one waits for the kernel before, and so does the next kernel
         return
     of_values = 1.0
-    if tensors.k_scale is not None:
-        scale *= tl.load(tensors.k_scale)
     if tensors.v_scale is not None:
         of_values = tl.load(tensors.v_scale)
     if PDL:
@@ -409,13 +421,12 @@ def invariant_states_kernel(
         if tensors.arrived is not None:
             tl.store(tensors.arrived + tl.arange(0, 4), 0)
     if folds & (total * K <= CUTS.states):
-        factor = scale * LOG2E
         for begin in range(p % sharing * ELEMENTS, q_len * (G * Dv), sharing * ELEMENTS):
             e = begin + tl.arange(0, ELEMENTS)
             row = e // Dv
             live = row < q_len * G
             acc = tl.zeros([ELEMENTS], tl.float32)
-            m = acc + float("-inf")
+            m = acc + LEAST
             l = acc
             for newest in range(units - 1, -1, -AT_ONCE):
                 place = ((before + newest) * K + kh).to(tl.int64) * CUTS.rows
@@ -429,8 +440,8 @@ def invariant_states_kernel(
                 tl.debug_barrier()  # else ptxas would move the loads to their uses, one after the other
                 for n in tl.static_range(AT_ONCE):
                     m_part, l_part, part = states[n]
-                    m_new, decay, weight = fold_weights(m, m_part, factor)
-                    takes = m_part != float("-inf")
+                    m_new, decay, weight = fold_weights(m, m_part)
+                    takes = m_part > LEAST
                     acc = tl.where(takes, tl.fma(acc, decay, part * weight), acc)
                     l = tl.where(takes, tl.fma(l, decay, l_part * weight), l)
                     m = m_new
@@ -438,7 +449,7 @@ def invariant_states_kernel(
             share = tl.where(seen, 1.0 / tl.where(seen, l, 1.0), 0.0)
             if tensors.v_scale is not None:
                 share *= of_values
-            lse2 = tl.where(seen, tl.fma(m, factor, tl.log2(tl.where(seen, l, 1.0))), float("-inf"))
+            lse2 = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
             head = (row_start + row // G).to(tl.int64) * SPEC.heads + kh * G + row % G
             tl.store(tensors.out + head * Dv + e % Dv, (acc * share).to(tensors.out.dtype.element_ty), mask=live)
             if tensors.lse is not None:

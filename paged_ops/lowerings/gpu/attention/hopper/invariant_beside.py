@@ -32,6 +32,7 @@ from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import consumer
 from paged_ops.lowerings.gpu.attention.hopper.invariant_sums import column_sums, tile_sums
 from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing, producer, rows_of
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, signal_of, stage_of
+from paged_ops.lowerings.gpu.attention.hopper.softmax import LEAST, raised
 from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, end_items, next_tiles, read_item, write_item
 from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, keys_of_rows, needs_mask
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
@@ -223,7 +224,7 @@ def attend_segment(item, total, batch, memory, SPEC: gl.constexpr, PLAN: gl.cons
     r = gl.arange(0, M, row_layout)
     low, i = keys_of_rows(item.seq_len - item.q_len + r // SPEC.G, 0, None, batch.numbers, MASKS)
     zero = gl.full([SHAPE.N, M], 0.0, gl.float32, layout)
-    m = gl.full([M], float("-inf"), gl.float32, row_layout)
+    m = gl.full([M], LEAST, gl.float32, row_layout)
     l = tile_sums(zero, zero)
     acc: gl.tuple = ()
     for _chunk in gl.static_range(CHUNKS):
@@ -243,12 +244,9 @@ def attend_segment(item, total, batch, memory, SPEC: gl.constexpr, PLAN: gl.cons
             if tile * N + N > item.seq_len:
                 for half in range(HALVES):
                     zero_past(at + HALVES + half, tile * N + half * SHAPE.N, item.seq_len, memory, SHAPE)
-        m_new = gl.maximum(m, gl.max(gl.maximum(s0, s1), 0))
-        shift = gl.where(m_new == float("-inf"), 0.0, m_new) * factor
-        p0 = gl.exp2(gl.fma(s0, factor, -shift[None, :]))
-        p1 = gl.exp2(gl.fma(s1, factor, -shift[None, :]))
-        decay = gl.exp2(gl.fma(m, factor, -shift))
-        m = m_new
+        m, decay = raised(m, gl.max(gl.maximum(s0, s1), 0) * factor)
+        p0 = gl.exp2(gl.fma(s0, factor, -m[None, :]))
+        p1 = gl.exp2(gl.fma(s1, factor, -m[None, :]))
         memory.weights.index(0).permute((1, 0)).store(p0.to(memory.weights.dtype))
         memory.weights.index(1).permute((1, 0)).store(p1.to(memory.weights.dtype))
         fence_async_shared()

@@ -1,247 +1,383 @@
-"""Batch-invariant decodes on Hopper over fp8 caches: what the consumers of invariant_fp8.py compute, by ``mma.sync`` or
-``wgmma`` with few columns, from keys and values that are converted in registers.
+"""Batch-invariant decodes on Hopper over fp8 caches: the items and the loads of invariant_fp8.py, with a consumer for
+few query rows, which converts keys and values in registers and multiplies them by ``mma.sync``.
 
 The bits are those of 64 rows by ``wgmma``: on sm_90 a chain of matrix instructions gives the same float32s whatever the
 instruction and the side of an operand (measured, see benchmarks/notes/gpu-designs.md), as long as each step of 16
 numbers has the same numbers. So a tile has the same 128 keys here, columns of keys are in the same order (``apart`` of
 fp8.py), and the softmax takes the same instructions; weights are added by keys in one order.
 
-A tile takes a warp 600 instructions and six barriers, so several programs share a multiprocessor.
+Each of the consumer's warps has 32 keys of a tile for the scores, and a quarter of the columns for the values. They
+exchange maxima, then weights, so a tile has two barriers. A program needs few registers and little shared memory:
+several share a multiprocessor, and compute while others wait.
 
-Letters: as in dense.py; here the rows of products are keys, and the columns query rows.
+Letters: as in dense.py; here the rows of products are keys, or columns of values, and the columns query rows.
 """
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paged_ops.lowerings.gpu.attention.hopper.segments import fold_weights, segment_tiles, segments_of
-from paged_ops.lowerings.gpu.attention.shared.tile import LN2, LOG2E
-from paged_ops.lowerings.gpu.attention.triton.slices import load_slices
+from paged_ops.lowerings.gpu.attention.hopper import fp8, ring, softmax
+from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
+from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, Shared
+from paged_ops.lowerings.gpu.attention.hopper.fp8 import LEAST, bytes_of
+from paged_ops.lowerings.gpu.attention.hopper.head_chunks import as_tiles, query_places, rows_at_once, tile_layout
+from paged_ops.lowerings.gpu.attention.hopper.invariant_items import Items, item_of, total_items
+from paged_ops.lowerings.gpu.attention.hopper.loader import loader
+from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, prefetch_ids, producer
+from paged_ops.lowerings.gpu.attention.hopper.segments import fold_weights, segment_tiles
+from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, end_items, next_tiles, read_item, write_item
+from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, needs_mask
+from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.fp8 import widen_halves, widen_pairs
-from paged_ops.lowerings.gpu.spec import SLICE, Numbers
+from paged_ops.lowerings.gpu.gluon_names import reinterpret
+from paged_ops.lowerings.gpu.spec import Numbers, Spec
 
-PIECE = tl.constexpr(SLICE)  # keys that lie in one block
-LEAST = tl.constexpr(27 << 23)  # as in ``halve_rows`` of fp8.py
-
-
-@triton.jit
-def items_from(start, segmented, tensors, S, SPEC: tl.constexpr, PLAN: tl.constexpr, TILE: tl.constexpr):
-    """Sequences from ``start`` on, and their items: segments other than last ones of less than half the keys; these;
-    and tokens of other sequences, if no other kernel serves them."""
-    DIVISION: tl.constexpr = PLAN.division
-    CUTS: tl.constexpr = PLAN.cuts
-    s = start + tl.arange(0, DIVISION.at_once)
-    live = s < S
-    row_start = tl.load(tensors.query_start_loc + s, mask=live, other=0)
-    q_len = tl.load(tensors.query_start_loc + s + 1, mask=live, other=0) - row_start
-    seq_len = tl.load(tensors.seq_lens + s, mask=live, other=0)
-    tiles, segments, _ = segments_of(q_len, seq_len, SPEC.G, 1, DIVISION.rows, CUTS, TILE.N)
-    segments = tl.where(live & segmented, segments, 0)
-    short = 2 * (seq_len - (segments - 1) * (tiles * TILE.N)) < tiles * TILE.N
-    last = tl.where(short, tl.minimum(segments, 1), 0)
-    tokens = 0 * q_len
-    if PLAN.everyone:
-        tokens = tl.where(segments > 0, 0, q_len)
-    return s, segments - last, last, tokens
+REGISTERS = 56, 56  # of a thread of the scheduler and the producer; the consumer has the rest
+SLOTS = 2  # items that are published ahead, with their query rows
+OTHERS = 8 << 10  # bytes of shared memory for query rows, weights, maxima, barriers and Triton; 1 KB is the system's
+MOST_STAGES = 8
 
 
-@triton.jit
-def total_items(segmented, tensors, S, SPEC: tl.constexpr, PLAN: tl.constexpr, TILE: tl.constexpr):
-    """The items of a key/value head of all sequences."""
-    DIVISION: tl.constexpr = PLAN.division
-    full = 0
-    last = 0
-    tokens = 0
-    for start in range(0, S, DIVISION.at_once):
-        _, full_, last_, tokens_ = items_from(start, segmented, tensors, S, SPEC, PLAN, TILE)
-        full += tl.sum(full_)
-        last += tl.sum(last_)
-        tokens += tl.sum(tokens_)
-    return full, last, tokens
+def shapes_of(spec: Spec, M: int, programs: int, shared_memory: int) -> tuple[HopperShape, HopperShape]:
+    """The shape of the tile, and of the tiles of bytes."""
+    shape, of_bytes = fp8.shapes_of(fp8.in_pairs(spec), shared_memory)
+    shape = shape._replace(M=M, slots=SLOTS, row_slots=SLOTS, registers=REGISTERS)
+    space = (shared_memory + 1024) // programs - 1024 - OTHERS
+    stages = min(MOST_STAGES, space // (shape.N * (spec.k_side.size + spec.v_side.size)))
+    return shape, of_bytes._replace(stages=stages)
 
 
-@triton.jit
-def halve(q):
-    """bfloat16 rows as float16, and their factors, as ``halve_rows`` of fp8.py does."""
-    row = q.to(tl.float32)
-    power = tl.max(tl.abs(row), 1).to(tl.int32, bitcast=True) & 0x7F800000
-    power = tl.minimum(tl.maximum(power, LEAST), 253 << 23)
-    inverse = ((254 << 23) - power).to(tl.float32, bitcast=True)
-    return (row * inverse[:, None]).to(tl.float16), power.to(tl.float32, bitcast=True)
+class Tiles(NamedTuple):
+    """The consumer's shared memory, next to what other roles have."""
+
+    rows: Any  # of queries
+    k: Any  # pairs of bytes
+    v: Any
+    peaks: Any  # each warp's maxima of a tile
+    weights: Any
 
 
-@triton.jit
-def load_values(base, block, offset, live, SIDE: tl.constexpr, N: tl.constexpr):
-    """Pairs of bytes of a tile of values ``[Dv / 2, N]``: as ``load_slices``, with all columns first."""
-    base = base.to(tl.pointer_type(tl.int16))
-    place = (block * (SIDE.n // 2) + offset * (SIDE.b // 2))[None, :, None]
-    n = tl.arange(0, PIECE) * (SIDE.b // 2)
-    d = tl.arange(0, SIDE.size // 2)
-    at = place + (d[:, None, None] + n[None, None, :])
-    return tl.reshape(tl.load(base + at, mask=live, other=0), (SIDE.size // 2, N))
+@gluon.constexpr_function
+def sums_layout():
+    """Of scores ``[128, M]`` and of sums of values ``[columns, M]``."""
+    return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
 
 
-@triton.jit(do_not_specialize=Numbers._fields)
+@gluon.constexpr_function
+def all_peaks(M):
+    """Of the maxima ``[4, M]`` of the warps: each thread has those of the columns that it has of scores."""
+    columns = [[0, 8]] if M > 8 else []
+    return gl.DistributedLinearLayout(
+        [[0, 1], *columns, [1, 0], [2, 0]], [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [4, M]
+    )
+
+
+@gluon.jit
+def take_rows(n, tiles, ring_, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """The query rows of the n-th item, as float16 operands: the first two columns of each four, and the last two; and
+    what the rows were divided by, as ``halve_rows`` of fp8.py does."""
+    M: gl.constexpr = SHAPE.M
+    D: gl.constexpr = SPEC.k_side.size
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    operand: gl.constexpr = gl.DotOperandLayout(1, sums_layout(), 2)
+    columns: gl.constexpr = gl.SliceLayout(0, sums_layout())
+    q = tiles.rows.index(ring.stage_of(ring_, n)).slice(0, M, dim=0).load(layout)
+    factors = gl.full([M], 1.0, gl.float32, columns)
+    if q.dtype == gl.bfloat16:
+        row = q.to(gl.float32)
+        power = gl.max(gl.abs(row), 1).to(gl.int32, bitcast=True) & 0x7F800000
+        power = gl.minimum(gl.maximum(power, LEAST << 23), 253 << 23)
+        q = (row * ((254 << 23) - power).to(gl.float32, bitcast=True)[:, None]).to(gl.float16)
+        factors = gl.convert_layout(power.to(gl.float32, bitcast=True), columns)
+    first, last = q.reshape([M, D // 4, 2, 2]).permute((0, 1, 3, 2)).split()
+    first = gl.convert_layout(first.reshape([M, D // 2]).permute((1, 0)), operand)
+    last = gl.convert_layout(last.reshape([M, D // 2]).permute((1, 0)), operand)
+    ring.release(ring_, n)
+    return first, last, factors
+
+
+@gluon.jit
+def weigh(scores, m, factor, tiles):
+    """The weights of a tile's keys, the maxima with them, and the factor of the state before. A row's maximum is taken
+    by each warp, then over all."""
+    M: gl.constexpr = scores.shape[1]
+    columns: gl.constexpr = gl.SliceLayout(0, sums_layout())
+    tiles.peaks.store(gl.max(gl.max(scores.reshape([2, 4, 16, M]), 0), 1))
+    most = gl.max(tiles.peaks.load(all_peaks(M)), 0)
+    m, decay = softmax.raised(m, gl.convert_layout(most, columns) * factor)
+    p = gl.exp2(gl.fma(scores, factor[None, :], -m[None, :]))
+    return p, m, decay
+
+
+@gluon.jit
+def tile_sums(p):
+    """As ``thread_sums`` of invariant_sums.py, by keys: ``[4, 4, M]``."""
+    sums = gl.sum(gl.sum(p.reshape([2, 4, 2, 4, 2, p.shape[1]]), 2), 0)
+    return gl.sum(sums, 2)
+
+
+@gluon.jit
+def row_sums(l):
+    """As ``row_sums`` of invariant_sums.py."""
+    sums = gl.sum(gl.sum(l.reshape([2, 2, 2, 2, l.shape[2]]), 1), 0)
+    return gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), gl.SliceLayout(0, sums_layout()))
+
+
+class State(NamedTuple):
+    """The state of a segment, or of those that were folded."""
+
+    even: Any  # sums of values, even columns
+    odd: Any
+    m: Any
+    l: Any  # sums of weights, [4, 4, M] in a segment
+
+
+@gluon.jit
+def see_tile(state, q, factor, tile, at, i, item, tiles, shared, E4M3: gl.constexpr, SPEC: gl.constexpr,
+             SHAPE: gl.constexpr):  # fmt: skip
+    """The state with the at-th tile of keys and values."""
+    MASKS: gl.constexpr = SPEC.masks
+    N: gl.constexpr = SHAPE.N
+    layout: gl.constexpr = sums_layout()
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    ring.wait_full(shared.k.ring, at)
+    k0, k1 = widen_halves(tiles.k.index(ring.stage_of(shared.k.ring, at)).load(operand), E4M3)
+    zero = gl.full([N, SHAPE.M], 0.0, gl.float32, layout)
+    scores = mma_v2(k1, q[1], mma_v2(k0, q[0], zero))
+    last = tile == item.end_tile - 1
+    if needs_mask(tile, item.full_start, item.full_end, MASKS) | last:
+        j = tile * N + gl.arange(0, N, gl.SliceLayout(1, layout))
+        scores = gl.where(keep_seen(j[:, None], None, i[None, :], item.seq_len, MASKS), scores, float("-inf"))
+    ring.wait_full(shared.v.ring, at)
+    v = tiles.v.index(ring.stage_of(shared.v.ring, at)).permute((1, 0)).load(operand)
+    if last:  # past the sequence they may be NaN
+        j = tile * N + gl.arange(0, N, gl.SliceLayout(0, operand))
+        v = gl.where((j < item.seq_len)[None, :], v, 0)
+    p, m, decay = weigh(scores, state.m, factor, tiles)
+    ring.release_each(shared.k.ring, at)
+    tiles.weights.store(p.to(gl.float16))
+    v_even, v_odd = widen_pairs(v, E4M3)
+    l_tile = tile_sums(p)
+    decays = gl.convert_layout(decay, gl.SliceLayout(0, gl.SliceLayout(1, l_tile.type.layout)))[None, None, :]
+    p16 = tiles.weights.load(gl.DotOperandLayout(1, layout, 2))
+    ring.release_each(shared.v.ring, at)
+    even = mma_v2(v_even, p16, state.even * decay[None, :])
+    odd = mma_v2(v_odd, p16, state.odd * decay[None, :])
+    return State(even, odd, m, gl.fma(state.l, decays, l_tile))
+
+
+@gluon.jit
+def nothing(SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """The state of no keys."""
+    layout: gl.constexpr = sums_layout()
+    sums = gl.full([SPEC.v_side.size // 2, SHAPE.M], 0.0, gl.float32, layout)
+    weights = tile_sums(gl.full([SHAPE.N, SHAPE.M], 0.0, gl.float32, layout))
+    return State(sums, sums, gl.full([SHAPE.M], softmax.LEAST, gl.float32, gl.SliceLayout(0, layout)), weights)
+
+
+@gluon.jit
+def fold(total, state, folds):
+    """Fold a segment into the total of the rows that ``folds``; a segment without keys changes no bit."""
+    m_new, decay, weight = fold_weights(total.m, state.m)
+    takes = folds & (state.m > softmax.LEAST)
+    even = gl.fma(total.even, decay[None, :], state.even * weight[None, :])
+    odd = gl.fma(total.odd, decay[None, :], state.odd * weight[None, :])
+    l = gl.fma(total.l, decay, row_sums(state.l) * weight)
+    even, odd = gl.where(takes[None, :], even, total.even), gl.where(takes[None, :], odd, total.odd)
+    return State(even, odd, gl.where(takes, m_new, total.m), gl.where(takes, l, total.l))
+
+
+@gluon.jit
+def without(state, folds):
+    """The state at the beginning of a segment of the rows that ``folds``; that of others stays."""
+    even, odd = gl.where(folds[None, :], 0.0, state.even), gl.where(folds[None, :], 0.0, state.odd)
+    of_sums = gl.convert_layout(folds, gl.SliceLayout(0, gl.SliceLayout(1, state.l.type.layout)))[None, None, :]
+    return State(even, odd, gl.where(folds, softmax.LEAST, state.m), gl.where(of_sums, 0.0, state.l))
+
+
+@gluon.jit
+def store_columns(to, even, odd, live):
+    """Store sums of values of rows, which begin at ``to [M]``."""
+    d = 2 * gl.arange(0, even.shape[0], gl.SliceLayout(1, sums_layout()))
+    at = to[None, :] + d[:, None]
+    dtype: gl.constexpr = to.dtype.element_ty
+    gl.store(at, even.to(dtype), mask=live[None, :])
+    gl.store(at + 1, odd.to(dtype), mask=live[None, :])
+
+
+@gluon.jit
+def attend(
+    item, n, total_tiles, factor, tiles, batch, shared, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """The n-th item, whose tiles are the ``total_tiles``-th and following: the state of a segment, or the result of a
+    tile of rows."""
+    CUTS: gl.constexpr = PLAN.cuts
+    G: gl.constexpr = SPEC.G
+    Dv: gl.constexpr = SPEC.v_side.size
+    TOKENS: gl.constexpr = SHAPE.M // G
+    E4M3: gl.constexpr = batch.tensors.key_cache.dtype.element_ty == gl.float8e4nv
+    columns: gl.constexpr = gl.SliceLayout(0, sums_layout())
+    tensors = batch.tensors
+    r = gl.arange(0, SHAPE.M, columns)
+    token = item.first_token + r // G
+    live = (r < TOKENS * G) & (token < item.q_len)
+    i = item.seq_len - item.q_len + token
+    first_i = item.seq_len - item.q_len + item.first_token
+    last_i = first_i + gl.minimum(TOKENS, item.q_len - item.first_token) - 1
+    segment = segment_tiles(first_i, CUTS)
+    segment = gl.where(segment == segment_tiles(last_i, CUTS), segment, CUTS.tiles)
+    first, last, row_factor = take_rows(n, tiles, shared.item_ring, SPEC, SHAPE)
+    state = nothing(SPEC, SHAPE)
+    total = State(state.even, state.odd, state.m, 0.0 * row_factor)
+    cut = (item.end_tile - 1) // segment * segment  # the oldest tile of a segment
+    for t in range(item.tiles):
+        tile = item.end_tile - 1 - t
+        state = see_tile(
+            state, (first, last), factor * row_factor, tile, total_tiles + t, i, item, tiles, shared, E4M3, SPEC, SHAPE
+        )  # fmt: skip
+        if (tile == cut) & (t < item.tiles - 1):
+            cut -= segment
+            folds = tile % segment_tiles(i, CUTS) == 0
+            total = fold(total, state, folds)
+            state = without(state, folds)
+    if item.oldest >= 0:
+        row = item.oldest.to(gl.int64) * CUTS.rows + r
+        store_columns(tensors.parts + row * Dv, state.even, state.odd, live)
+        gl.store(tensors.part_lse + row * 2, state.m, mask=live)
+        gl.store(tensors.part_lse + row * 2 + 1, row_sums(state.l), mask=live)
+    else:
+        total = fold(total, state, live)
+        seen = total.l != 0.0
+        share = gl.where(seen, 1.0 / gl.where(seen, total.l, 1.0), 0.0)
+        if tensors.v_scale is not None:
+            share *= gl.load(tensors.v_scale)
+        row = (item.row_start + token).to(gl.int64) * SPEC.heads + item.kh * G + r % G
+        store_columns(tensors.out + row * Dv, total.even * share[None, :], total.odd * share[None, :], live)
+        if SPEC.lse:
+            lse2 = gl.where(seen, total.m + gl.log2(gl.where(seen, total.l, 1.0)), float("-inf"))
+            gl.store(tensors.lse + row, lse2 * LN2, mask=live)
+
+
+@gluon.jit
+def decoder(tiles, batch, shared, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
+    """The consumer's role."""
+    factor = batch.numbers.scale * LOG2E
+    count = next_tiles(shared, 0, 4)
+    n = 0
+    total = 0
+    while count > 0:
+        item = read_item(shared, n, count, 4)
+        attend(item, n, total, factor, tiles, batch, shared, SPEC, PLAN, SHAPE)
+        total += count
+        n += 1
+        count = next_tiles(shared, n, 4)
+
+
+@gluon.jit
+def take_segments(batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
+    """The scheduler's role, by the fourth counter: as ``take_in_time`` of invariant_items.py. Next to prompts these are
+    the segments of sequences of at most PLAN.beside rows, if the workspace holds all states; else all items."""
+    DECODES: gl.constexpr = PLAN.beside > 0
+    programs = gl.num_programs(0)
+    full, last, tiles, states = total_items(programs > 0, batch, DECODES, SPEC, PLAN, SHAPE)
+    fits = states * SPEC.K <= PLAN.cuts.states
+    if DECODES:
+        tiles = 0 * tiles
+    if not fits:
+        full, last, tiles, states = total_items(fits, batch, DECODES, SPEC, PLAN, SHAPE)
+        if DECODES:
+            tiles = 0 * tiles
+    counters = batch.tensors.taken
+    if batch.tensors.arrived is not None:
+        counters = batch.tensors.arrived
+    work = Items(fits, full + last + tiles, full, last, 0 * programs, programs, counters)
+    at = gl.program_id(0)
+    n = 0
+    while at < work.tiles * SPEC.K:
+        item = item_of(at, work, batch, DECODES, SPEC, PLAN, SHAPE)
+        write_item(shared, n, item, SHAPE.warps)
+        prefetch_ids(batch, item, item.end_tile - item.tiles, SPEC, SHAPE)
+        slot = ring.stage_of(shared.item_ring, n)
+        begin_rows(batch.tensors.query, item, shared.q_groups, slot, SPEC, SHAPE, SHAPE.warps)
+        await_rows()
+        ring.fill(shared.item_ring, n)
+        ring.wait_full(ending, n)
+        at = programs + gl.atomic_add(counters + 3, 1)
+        n += 1
+    end_items(shared, n, SHAPE.warps)
+
+
+@gluon.jit(do_not_specialize=Numbers._fields)
 def invariant_decode_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
-    SPEC: tl.constexpr, PLAN: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    k_desc, v_desc,  # of pairs of bytes; None without TMA
+    SPEC: gl.constexpr, PAIRS: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr, BYTES: gl.constexpr,
+    LOADS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Items: a segment of a sequence of few rows, whose state is stored if the sequence has several; or one token of
-    another sequence, or of any if the workspace does not hold the states of the batch, with all its segments."""
-    K: tl.constexpr = SPEC.K
-    G: tl.constexpr = SPEC.G
-    M: tl.constexpr = TILE.M
-    N: tl.constexpr = TILE.N
-    D: tl.constexpr = SPEC.k_side.size
-    Dv: tl.constexpr = SPEC.v_side.size
-    K_SIDE: tl.constexpr = SPEC.k_side
-    V_SIDE: tl.constexpr = SPEC.v_side
-    CUTS: tl.constexpr = PLAN.cuts
-    DIVISION: tl.constexpr = PLAN.division
-    E4M3: tl.constexpr = tensors.key_cache.dtype.element_ty == tl.float8e4nv
+    """As ``invariant_fp8_kernel`` of invariant_fp8.py."""
+    D: gl.constexpr = SPEC.k_side.size
+    Dv: gl.constexpr = SPEC.v_side.size
+    M: gl.constexpr = SHAPE.M
+    N: gl.constexpr = SHAPE.N
+    K_PARTS: gl.constexpr = SHAPE.k.parts
+    K_BYTES: gl.constexpr = BYTES.k.parts
+    V_BYTES: gl.constexpr = BYTES.v.parts
+    dtype: gl.constexpr = tensors.query.dtype.element_ty
+    ROWS: gl.constexpr = most(M, rows_at_once(D))  # that are loaded
+    item_ring = ring.ring_of(SHAPE.slots, 1, 2)
+    items = gl.allocate_shared_memory(gl.int32, [SHAPE.slots * FIELDS, 1], mbarrier.MBarrierLayout())
+    groups = query_places(dtype, SHAPE.slots * ROWS, K_PARTS)
+    keys, values = bytes_of(K_BYTES, BYTES, 128), bytes_of(V_BYTES, BYTES, 128)
+    shared = Shared(items, item_ring, groups, None, keys, values, None, None, None, None, None)
+    tiles = Tiles(
+        as_tiles(groups, dtype, SHAPE.slots, ROWS, K_PARTS)[0],
+        reinterpret(keys.pages[0], gl.int16, [BYTES.stages, N, D // 2], tile_layout(N, D // 2)),
+        reinterpret(values.pages[0], gl.int16, [BYTES.stages, N, Dv // 2], tile_layout(N, Dv // 2)),
+        gl.allocate_shared_memory(gl.float32, [4, M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
+        gl.allocate_shared_memory(gl.float16, [N, M], gl.SwizzledSharedLayout(8, 1, 1, [1, 0])),
+    )
+    ending = ring.signal_of(SHAPE.slots)
+    fence_async_shared()
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    counter = tensors.taken
-    if tensors.arrived is not None:
-        counter = tensors.arrived
     if tensors.k_scale is not None:
-        scale *= tl.load(tensors.k_scale)
-    factor = scale * LOG2E
-    full, last, tokens = total_items(S > 0, tensors, S, SPEC, PLAN, TILE)
-    fits = (full + last) * K <= CUTS.states
-    if not fits:
-        full, last, tokens = total_items(fits, tensors, S, SPEC, PLAN, TILE)
-    r = tl.arange(0, M)
-    d = tl.arange(0, D)
-    pair = tl.arange(0, Dv // 2)
-    at = tl.program_id(0)
-    end_item = (full + last + tokens) * K
-    while at < end_item:
-        kh = at % K
-        unit = at // K
-        is_full = unit < full
-        is_token = unit >= full + last
-        unit -= tl.where(is_full, 0, tl.where(is_token, full + last, full))
-        s = 0
-        before = 0  # items of the same kind of the sequences before s
-        states = 0  # segments of these sequences
-        passed_items = 0
-        for start in range(0, S, DIVISION.at_once):
-            s_, full_, last_, tokens_ = items_from(start, fits, tensors, S, SPEC, PLAN, TILE)
-            units = tl.where(is_full, full_, tl.where(is_token, tokens_, last_))
-            passed = (passed_items + tl.cumsum(units, 0) <= unit) & (s_ < S)
-            s += tl.sum(passed.to(tl.int32))
-            before += tl.sum(tl.where(passed, units, 0))
-            states += tl.sum(tl.where(passed, full_ + last_, 0))
-            passed_items += tl.sum(units)
-        row_start = tl.load(tensors.query_start_loc + s)
-        q_len = tl.load(tensors.query_start_loc + s + 1) - row_start
-        seq_len = tl.load(tensors.seq_lens + s)
-        tiles, segments, _ = segments_of(q_len, seq_len, G, 1, DIVISION.rows, CUTS, N)
-        segment = tl.where(is_full, unit - before, segments - 1)
-        place = ((states + segment) * K + kh).to(tl.int64) * CUTS.rows
-        first_token = 0
-        count = q_len
-        if is_token:
-            first_token = unit - before
-            count = 1
-            tiles = segment_tiles(seq_len - q_len + first_token, CUTS)
-            segment = tl.maximum(tl.cdiv(seq_len, tiles * N), 1) - 1
-        stored = (segments > 1) & (is_token == 0)
-        first_segment = tl.where(stored, segment, 0)
-        end_tile = tl.maximum(tl.cdiv(seq_len, N), 1)
+        scale *= gl.load(tensors.k_scale)
+    batch = Batch(tensors, Numbers(scale, soft_cap, window, chunk, table_stride, S, T), None)
+    descs = (k_desc,), (v_desc,)
+    gl.warp_specialize(
+        [
+            (decoder, (tiles, batch, shared, SPEC, PLAN, SHAPE)),
+            (take_segments, (batch, shared, ending, SPEC, PLAN, SHAPE)),
+            (load_bytes, (descs, batch, shared, ending, SPEC, PAIRS, PLAN, BYTES, LOADS)),
+        ],
+        [1, 1],
+        SHAPE.registers,
+    )
 
-        token = first_token + r // G
-        live = r < count * G
-        head = kh * G + r % G
-        i = seq_len - q_len + token
-        row = (row_start + token).to(tl.int64) * SPEC.query[0] + head.to(tl.int64) * SPEC.query[1]
-        q = tl.load(tensors.query + row[:, None] + d[None, :] * SPEC.query[2], mask=live[:, None], other=0.0)
-        row_factor = tl.full([M], 1.0, tl.float32)
-        if q.dtype == tl.bfloat16:
-            q, row_factor = halve(q)
-        own_factor = factor * row_factor
-        q0, q1 = tl.split(tl.permute(tl.reshape(q, (M, D // 4, 2, 2)), (0, 1, 3, 2)))
-        q0 = tl.trans(tl.reshape(q0, (M, D // 2)))
-        q1 = tl.trans(tl.reshape(q1, (M, D // 2)))
-        block_table = tensors.block_tables + tl.cast(s, tl.int64) * table_stride
-        keys = tensors.key_cache + kh.to(tl.int64) * K_SIDE.k
-        values = tensors.value_cache + kh.to(tl.int64) * V_SIDE.k
 
-        total_even = tl.zeros([Dv // 2, M], tl.float32)
-        total_odd = total_even
-        total_m = tl.full([M], float("-inf"), tl.float32)
-        total_l = tl.zeros([M], tl.float32)
-        while segment >= first_segment:
-            begin = segment * tiles
-            end = tl.maximum(tl.minimum(begin + tiles, end_tile), begin + 1)
-            even = tl.zeros([Dv // 2, M], tl.float32)
-            odd = even
-            sums = tl.zeros([4, 4, M], tl.float32)
-            m = tl.full([M], float("-inf"), tl.float32)
-            for t in range(0, end - begin):
-                tile = end - 1 - t
-                first = tile * N + tl.arange(0, N // PIECE) * PIECE
-                block = tl.load(block_table + (first // SPEC.B) * SPEC.table, mask=first < seq_len, other=0)
-                block = block.to(tl.int64)
-                offset = (first % SPEC.B).to(tl.int64)
-                k = load_slices(keys, block, offset, seq_len > 0, K_SIDE, D, PIECE, True, False)
-                k0, k1 = widen_halves(tl.reshape(k, (N, D // 2)), E4M3)
-                scores = tl.dot(k1, q1, tl.dot(k0, q0))
-                j = tile * N + tl.arange(0, N)
-                kept = (j < seq_len)[:, None]
-                if SPEC.masks.causal:
-                    kept = kept & (j[:, None] <= i[None, :])
-                scores = tl.where(kept, scores, float("-inf"))
-                m_new = tl.maximum(m, tl.max(scores, 0))
-                shift = tl.where(m_new == float("-inf"), 0.0, m_new) * own_factor
-                p = tl.exp2(tl.fma(scores, tl.broadcast_to(own_factor[None, :], [N, M]), -shift[None, :]))
-                decay = tl.exp2(tl.fma(m, own_factor, -shift))
-                m = m_new
-                p16 = p.to(tl.float16)
-                there = first[:, None] + tl.arange(0, PIECE)[None, :] < seq_len
-                v = load_values(values, block, offset, there[None, :, :], V_SIDE, N)
-                v_even, v_odd = widen_pairs(v, E4M3)
-                even = tl.dot(v_even, p16, even * decay[None, :])
-                odd = tl.dot(v_odd, p16, odd * decay[None, :])
-                # as ``thread_sums`` of invariant_sums.py, by keys
-                tile_sums = tl.sum(tl.reshape(p, (2, 4, 2, 4, 2, M)), 2)
-                tile_sums = tl.sum(tl.sum(tile_sums, 0), 2)
-                sums = tl.fma(sums, tl.broadcast_to(decay[None, None, :], [4, 4, M]), tile_sums)
-            m_true = m * row_factor  # as if query rows had not been divided
-            # as ``row_sums`` of invariant_sums.py
-            l = tl.sum(tl.sum(tl.sum(tl.sum(tl.reshape(sums, (2, 2, 2, 2, M)), 1), 0), 1), 0)
-            if stored:
-                to = tensors.parts + (place + r)[None, :] * Dv + 2 * pair[:, None]
-                tl.store(to, even, mask=live[None, :])
-                tl.store(to + 1, odd, mask=live[None, :])
-                tl.store(tensors.part_lse + (place + r) * 2, m_true, mask=live)
-                tl.store(tensors.part_lse + (place + r) * 2 + 1, l, mask=live)
-            else:
-                m_new, decay, weight = fold_weights(total_m, m_true, factor)
-                takes = m_true != float("-inf")
-                by_decay = tl.broadcast_to(decay[None, :], even.shape)
-                total_even = tl.where(takes[None, :], tl.fma(total_even, by_decay, even * weight[None, :]), total_even)
-                total_odd = tl.where(takes[None, :], tl.fma(total_odd, by_decay, odd * weight[None, :]), total_odd)
-                total_l = tl.where(takes, tl.fma(total_l, decay, l * weight), total_l)
-                total_m = tl.where(takes, m_new, total_m)
-            segment -= 1
-        if stored == 0:
-            seen = total_l != 0.0
-            share = tl.where(seen, 1.0 / tl.where(seen, total_l, 1.0), 0.0)
-            if tensors.v_scale is not None:
-                share *= tl.load(tensors.v_scale)
-            lse2 = tl.where(seen, tl.fma(total_m, factor, tl.log2(tl.where(seen, total_l, 1.0))), float("-inf"))
-            out_row = (row_start + token).to(tl.int64) * SPEC.heads + head
-            to = tensors.out + out_row[None, :] * Dv + 2 * pair[:, None]
-            dtype: tl.constexpr = tensors.out.dtype.element_ty
-            tl.store(to, (total_even * share[None, :]).to(dtype), mask=live[None, :])
-            tl.store(to + 1, (total_odd * share[None, :]).to(dtype), mask=live[None, :])
-            if tensors.lse is not None:
-                tl.store(tensors.lse + out_row, lse2 * LN2, mask=live)
-        at = tl.num_programs(0) + tl.atomic_add(counter + 3, 1)
+@gluon.constexpr_function
+def most(a, b):
+    return max(a, b)
+
+
+@gluon.jit
+def load_bytes(
+    descs, batch, shared, ending, SPEC: gl.constexpr, PAIRS: gl.constexpr, PLAN: gl.constexpr, BYTES: gl.constexpr,
+    LOADS: gl.constexpr,
+):  # fmt: skip
+    """The producer's role; LOADS: as in invariant.py."""
+    if LOADS == 2:
+        producer(descs, batch, shared, SPEC, BYTES, 32 // (BYTES.N // BYTES.page), ending, PLAN.lead)
+    elif LOADS == 1:
+        loader(batch, shared, ending, PLAN.lead, PAIRS, BYTES, True)
+    else:
+        loader(batch, shared, ending, PLAN.lead, SPEC, BYTES, False)

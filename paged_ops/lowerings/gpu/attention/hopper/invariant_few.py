@@ -43,6 +43,7 @@ from paged_ops.lowerings.gpu.attention.hopper.ring import (
     wait_full,
 )
 from paged_ops.lowerings.gpu.attention.hopper.segments import fold_weights, segment_tiles
+from paged_ops.lowerings.gpu.attention.hopper.softmax import LEAST, raised
 from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, end_items, next_tiles, read_item, write_item
 from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, keys_of_rows, needs_mask
 from paged_ops.lowerings.gpu.attention.shared.tile import LN2, Batch
@@ -186,10 +187,8 @@ def step(
         s = gl.where(kept, s, float("-inf"))
         if tile * N + N > item.seq_len:
             zero_past(at, tile * N, item.seq_len, memory, SHAPE)
-    m = gl.maximum(state.m, gl.max(s, 0))
-    shift = gl.where(m == float("-inf"), 0.0, m) * factor
-    p = gl.exp2(gl.fma(s, factor, -shift[None, :]))
-    decay = gl.exp2(gl.fma(state.m, factor, -shift))
+    m, decay = raised(state.m, gl.max(s, 0) * factor)
+    p = gl.exp2(gl.fma(s, factor, -m[None, :]))
     memory.weights.permute((1, 0)).store(p.to(memory.weights.dtype))
     fence_async_shared()
     wait_full(memory.v.ring, at)
@@ -210,11 +209,11 @@ def step(
 
 
 @gluon.jit
-def fold(total, state, folds, factor):
+def fold(total, state, folds):
     """The total with the segments of the columns that ``folds``."""
     l_part = gl.convert_layout(column_sums(state.l), state.m.type.layout)
-    m_new, decay, weight = fold_weights(total.m, state.m, factor)
-    takes = folds & (state.m != float("-inf"))
+    m_new, decay, weight = fold_weights(total.m, state.m)
+    takes = folds & (state.m > LEAST)
     acc = gl.fma(total.acc, decay[None, :], state.acc * weight[None, :])
     l = gl.where(takes, gl.fma(total.l, decay, l_part * weight), total.l)
     return State(gl.where(takes[None, :], acc, total.acc), gl.where(takes, m_new, total.m), l)
@@ -236,14 +235,14 @@ def store_state(state, item, batch, SPEC: gl.constexpr, CUTS: gl.constexpr, SHAP
 
 
 @gluon.jit
-def store_rows(total, item, factor, batch, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+def store_rows(total, item, batch, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Write the results of an item whose segments were folded."""
     G: gl.constexpr = SPEC.G
     Dv: gl.constexpr = SPEC.v_side.size
     layout: gl.constexpr = total.acc.type.layout
     seen = total.l != 0.0
     share = gl.where(seen, 1.0 / gl.where(seen, total.l, 1.0), 0.0)
-    lse2 = gl.where(seen, gl.fma(total.m, factor, gl.log2(gl.where(seen, total.l, 1.0))), float("-inf"))
+    lse2 = gl.where(seen, total.m + gl.log2(gl.where(seen, total.l, 1.0)), float("-inf"))
     r = gl.arange(0, SHAPE.M, gl.SliceLayout(0, layout))
     d = gl.arange(0, Dv, gl.SliceLayout(1, layout))
     token = item.first_token + r // G
@@ -279,8 +278,8 @@ def attend(
     zero = gl.full([N, M], 0.0, gl.float32, layout)
     no_values = gl.full([SPEC.v_side.size, M], 0.0, gl.float32, layout)
     no_weight = gl.full([M], 0.0, gl.float32, of_rows)
-    nothing = State(no_values, no_weight - float("inf"), half_sums(gl.sum(zero.reshape([2, N // 2, M]), 0)))
-    total = State(no_values, no_weight - float("inf"), no_weight)
+    nothing = State(no_values, no_weight + LEAST, half_sums(gl.sum(zero.reshape([2, N // 2, M]), 0)))
+    total = State(no_values, no_weight + LEAST, no_weight)
     state = nothing
     wait_full(memory.rows_full, n)
     s = warpgroup_mma_wait(0, deps=[begin_keys(first, n, zero, memory)])
@@ -290,17 +289,17 @@ def attend(
         s, state = step(s, state, tile, first + t, n, low, i, item, factor, memory, AHEAD, SPEC, SHAPE)
         if tile % segment == 0:
             folds = live & (tile % segment_tiles(position, CUTS) == 0)
-            total = fold(total, state, folds, factor)
+            total = fold(total, state, folds)
             of_sums: gl.constexpr = gl.SliceLayout(0, state.l.type.layout)
             acc = gl.where(folds[None, :], 0.0, state.acc)
             l = gl.where(gl.convert_layout(folds, of_sums)[None, :], 0.0, state.l)
-            state = State(acc, gl.where(folds, float("-inf"), state.m), l)
+            state = State(acc, gl.where(folds, LEAST, state.m), l)
     t = item.tiles - 1
     tile = item.end_tile - 1 - t
     _s, state = step(s, state, tile, first + t, n, low, i, item, factor, memory, 0, SPEC, SHAPE)
     release(memory.item_ring, n)
     if item.oldest < 0:
-        store_rows(fold(total, state, live, factor), item, factor, batch, SPEC, SHAPE)
+        store_rows(fold(total, state, live), item, batch, SPEC, SHAPE)
     else:
         store_state(state, item, batch, SPEC, CUTS, SHAPE)
 

@@ -2,8 +2,6 @@
 that convert tiles of bytes, loaded two by two, to float16. Where there are many sequences of few rows,
 invariant_decode.py takes these, with the same bits.
 
-States of segments are those of query rows that were not divided: see ``attend`` of invariant_roles.py.
-
 Letters: as in dense.py.
 """
 
@@ -18,10 +16,9 @@ from paged_ops.lowerings.gpu.attention.hopper import fp8
 from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.fp8 import bytes_of, converter
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, as_tiles, rows_at_once
+from paged_ops.lowerings.gpu.attention.hopper.invariant_decode import load_bytes
 from paged_ops.lowerings.gpu.attention.hopper.invariant_items import scheduler
 from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import consumer
-from paged_ops.lowerings.gpu.attention.hopper.loader import loader
-from paged_ops.lowerings.gpu.attention.hopper.producer import producer
 from paged_ops.lowerings.gpu.attention.hopper.ring import signal_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.spec import Numbers, Spec
@@ -106,17 +103,3 @@ def invariant_fp8_kernel(
             [4, 4, 1, 1],
             SHAPE.registers,
         )
-
-
-@gluon.jit
-def load_bytes(
-    descs, batch, shared, ending, SPEC: gl.constexpr, PAIRS: gl.constexpr, PLAN: gl.constexpr, BYTES: gl.constexpr,
-    LOADS: gl.constexpr,
-):  # fmt: skip
-    """The producer's role; LOADS: as in invariant.py."""
-    if LOADS == 2:
-        producer(descs, batch, shared, SPEC, BYTES, 32 // (BYTES.N // BYTES.page), ending, PLAN.lead)
-    elif LOADS == 1:
-        loader(batch, shared, ending, PLAN.lead, PAIRS, BYTES, True)
-    else:
-        loader(batch, shared, ending, PLAN.lead, SPEC, BYTES, False)

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from paged_ops.lowerings.gpu.attention.hopper.consumer import (
     LOG2E,
     Sums,
-    as_column,
+    hide,
     multiply_keys,
     multiply_values,
     positions,
@@ -28,11 +28,16 @@ from paged_ops.lowerings.gpu.attention.hopper.invariant_sums import as_sums, row
 from paged_ops.lowerings.gpu.attention.hopper.producer import not_kept
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, release_each, stage_of, wait_full
 from paged_ops.lowerings.gpu.attention.hopper.segments import fold_weights, segment_tiles
-from paged_ops.lowerings.gpu.attention.hopper.work import (
-    next_tiles,
-    read_item,
+from paged_ops.lowerings.gpu.attention.hopper.softmax import (
+    LEAST,
+    by_threads,
+    rows_by_threads,
+    rows_layout,
+    scaled_if_raised,
+    weights_of,
 )
-from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, keys_of_rows, needs_mask
+from paged_ops.lowerings.gpu.attention.hopper.work import next_tiles, read_item
+from paged_ops.lowerings.gpu.attention.shared.masks import keys_of_rows, needs_mask
 
 
 class Rows(NamedTuple):
@@ -50,7 +55,7 @@ class State(NamedTuple):
     """A consumer's state of a segment, with all values added."""
 
     acc: Any
-    m: Any
+    m: Any  # the maxima in use, see softmax.py
     l: Any  # each thread's sums of weights
 
 
@@ -65,16 +70,12 @@ class Total(NamedTuple):
 def softmax_tile(
     qk, m, rows, j, seq_len, MASKED: gl.constexpr, BY_ROWS: gl.constexpr, FEW: gl.constexpr, SPEC: gl.constexpr
 ):  # fmt: skip
-    """As ``softmax_tile`` of softmax.py, with each multiply-add written as one."""
+    """As ``softmax_tile`` of softmax.py, with the sums of invariant_sums.py."""
     MASKS: gl.constexpr = SPEC.masks
     if MASKED:
-        kept = keep_seen(j[None, :], rows.low[:, None], rows.i[:, None], seq_len, MASKS)
-        qk = gl.where(kept, qk, float("-inf"))
-    m_new = gl.maximum(m, gl.max(qk, 1))
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new) * rows.factor
-    p = gl.exp2(gl.fma(qk, as_column(rows.factor, BY_ROWS), -shift[:, None]))
-    decay = gl.exp2(gl.fma(m, rows.factor, -shift))
-    return p, m_new, thread_sums(p, FEW), decay
+        qk = hide(qk, rows.low, rows.i, j, seq_len, MASKS)
+    p, m, decay = weights_of(qk, m, rows.factor, BY_ROWS)
+    return p, m, thread_sums(p, FEW), decay
 
 
 @gluon.jit
@@ -84,18 +85,25 @@ def load_total(total, rows, which: gl.constexpr, batch, SPEC: gl.constexpr, CUTS
     made: gl.tuple = ()
     for n in gl.static_range(len(WIDTHS)):
         layout: gl.constexpr = sums_layout(WIDTHS[n])
-        known = gl.convert_layout(rows.live & (total.m != float("-inf")), gl.SliceLayout(1, layout))[:, None]
+        known = gl.convert_layout(rows.live & (total.m > LEAST), gl.SliceLayout(1, layout))[:, None]
         made += (gl.load(total_at(which, layout, n, batch, SPEC, CUTS, SHAPE), mask=known, other=0.0),)
     return made
 
 
 @gluon.jit
-def fold(total, before, acc, m, l, folds, factor, WIDTHS: gl.constexpr):
+def of_rows(m, l, layout: gl.constexpr):
+    """The maximum and the sum of weights of each row."""
+    return gl.convert_layout(gl.max(m, 1), layout), gl.convert_layout(row_sums(l), layout)
+
+
+@gluon.jit
+def fold(total, before, acc, m, l, folds, WIDTHS: gl.constexpr):
     """Fold a segment into the total of the rows that ``folds``: the new total, and its sums. A segment without keys
     changes no bit."""
-    l_part = gl.convert_layout(row_sums(l), m.type.layout)
-    m_new, decay, weight = fold_weights(total.m, m, factor)
-    takes = folds & (m != float("-inf"))
+    rows: gl.constexpr = total.m.type.layout
+    m, l_part = of_rows(m, l, rows)
+    m_new, decay, weight = fold_weights(total.m, m)
+    takes = folds & (m > LEAST)
     made: gl.tuple = ()
     for n in gl.static_range(len(WIDTHS)):
         row_layout: gl.constexpr = gl.SliceLayout(1, acc[n].type.layout)
@@ -108,21 +116,38 @@ def fold(total, before, acc, m, l, folds, factor, WIDTHS: gl.constexpr):
 
 
 @gluon.jit
+def fold_first(acc, m, l, folds, WIDTHS: gl.constexpr):
+    """:func:`fold` into nothing, with the same bits, of rows that see keys of the segment."""
+    made: gl.tuple = ()
+    for n in gl.static_range(len(WIDTHS)):
+        made += (acc[n] + 0.0,)  # no -0.0
+    rows: gl.constexpr = folds.type.layout
+    m, l = of_rows(m, l, rows)
+    return Total(gl.where(folds, m, LEAST), gl.where(folds, l, 0.0)), made
+
+
+@gluon.jit
 def total_at(which: gl.constexpr, layout: gl.constexpr, n: gl.constexpr, batch, SPEC: gl.constexpr,
              CUTS: gl.constexpr, SHAPE: gl.constexpr):  # fmt: skip
     """The addresses of some columns of a consumer's total."""
     Dv: gl.constexpr = SPEC.v_side.size
     V_PARTS: gl.constexpr = SHAPE.v.parts
     WIDTHS: gl.constexpr = widths_of(V_PARTS)
-    r = gl.program_id(0) * SHAPE.M + which * WARPGROUP + gl.arange(0, WARPGROUP, gl.SliceLayout(1, layout))
+    r = gl.arange(0, WARPGROUP, gl.SliceLayout(1, layout))
     d = first_of(WIDTHS, n, Dv) + gl.arange(0, WIDTHS[n], gl.SliceLayout(0, layout))
-    return not_kept(batch.tensors.parts) + CUTS.states * CUTS.rows * Dv + r[:, None] * Dv + d[None, :]
+    # 8 rows of 8 columns lie together, as a warp has them, else a load or store would touch 8 lines instead of 2
+    row = r // 16 * (16 * Dv) + r // 8 % 2 * 64 + r % 8 * 8
+    first = CUTS.states * CUTS.rows + gl.program_id(0) * SHAPE.M + which * WARPGROUP
+    return not_kept(batch.tensors.parts) + first * Dv + row[:, None] + (d // 8 * 128 + d % 8)[None, :]
 
 
 @gluon.jit
 def end_step(acc, p16, m, l, l_tile, decay, V_PARTS: gl.constexpr):
     """The state after a tile, from that before it with all its values."""
-    return Sums(scaled(acc, decay, V_PARTS), p16, m, gl.fma(l, as_sums(decay, l_tile), l_tile))
+    made: gl.tuple = ()
+    for n in gl.static_range(len(widths_of(V_PARTS))):
+        made += (scaled_if_raised(acc[n], decay),)
+    return Sums(made, p16, m, gl.fma(l, as_sums(decay, l_tile), l_tile))
 
 
 @gluon.jit
@@ -186,7 +211,8 @@ def without(acc, m, l, folds, V_PARTS: gl.constexpr):
     for n in gl.static_range(len(widths_of(V_PARTS))):
         row_layout: gl.constexpr = gl.SliceLayout(1, acc[n].type.layout)
         accs += (gl.where(gl.convert_layout(folds, row_layout)[:, None], 0.0, acc[n]),)
-    return State(accs, gl.where(folds, float("-inf"), m), gl.where(as_sums(folds, l), 0.0, l))
+    m = gl.where(gl.convert_layout(folds, gl.SliceLayout(1, m.type.layout))[:, None], LEAST, m)
+    return State(accs, m, gl.where(as_sums(m, l) == LEAST, 0.0, l))
 
 
 @gluon.jit
@@ -238,21 +264,23 @@ def attend(
     low, i = keys_of_rows(position, 0, None, batch.numbers, MASKS)
     r = which * WARPGROUP + gl.arange(0, WARPGROUP, s_rows)
     live = (r < TOKENS * SPEC.G) & (r // SPEC.G < item.q_len - item.first_token)
+    no_scores = gl.full([WARPGROUP, N], 0.0, gl.float32, s_layout)
+    of_threads: gl.constexpr = rows_layout(by_threads(no_scores).type.layout)
     row_factor = factor
     if shared.rows_full is not None:
         wait_full(shared.rows_full, n)
     if BY_ROWS:
-        row_factor = factor * factors_of_rows(shared, n, which, s_rows)
+        row_factor = rows_by_threads(factor * factors_of_rows(shared, n, which, s_rows), of_threads)
     rows = Rows(n % ROW_SLOTS * (SHAPE.M // WARPGROUP) + which, i, low, position, live, row_factor)
     first_i = item.seq_len - item.q_len + item.first_token
     last_i = first_i + gl.minimum(TOKENS, item.q_len - item.first_token) - 1
     segment = segment_tiles(first_i, CUTS)
     segment = gl.where(segment == segment_tiles(last_i, CUTS), segment, CUTS.tiles)
     zero = gl.full([WARPGROUP], 0.0, gl.float32, s_rows)
-    nothing = zero - float("inf")
-    total = Total(nothing, zero)
+    nothing = gl.full([WARPGROUP, 4], LEAST, gl.float32, of_threads)
+    total = Total(zero + LEAST, zero)
     FEW: gl.constexpr = SPEC.storage.dtype != SPEC.dtype
-    no_weights = thread_sums(gl.full([WARPGROUP, N], 0.0, gl.float32, s_layout), FEW)
+    no_weights = thread_sums(no_scores, FEW)
     state = State(zero_sums(WIDTHS), nothing, no_weights)
     # Values past the sequence may be NaN: the first warpgroup zeroes them once.
     past = item.end_tile * N > item.seq_len
@@ -271,6 +299,7 @@ def attend(
     t = 0  # tiles so far
     # What one round leaves for the next is set on both ways through it: else it would take registers all the time.
     while t < item.tiles:
+        begin = t
         stop = gl.minimum(t + 1 + (item.end_tile - t - 1) % segment, item.tiles)
         sums = first_step(s, state, item.end_tile - 1 - t, item, rows, shared, FEW, SPEC, SHAPE)
         for u in range(t + 1, stop):
@@ -279,15 +308,17 @@ def attend(
         at = total_tiles + stop - 1
         wait_full(shared.v.ring, at)
         pending = multiply_values(sums.p16, shared.v, at, sums.acc, V_PARTS)
-        before = load_total(total, rows, which, batch, SPEC, CUTS, SHAPE)
+        before = zero_sums(WIDTHS)
+        if begin > 0:
+            before = load_total(total, rows, which, batch, SPEC, CUTS, SHAPE)
         acc = wait_for(pending, V_PARTS)
         release_each(shared.v.ring, at)
-        m = sums.m
-        if BY_ROWS:  # as if query rows had not been divided: by powers of two, so no bit is lost
-            m *= factors_of_rows(shared, n, which, s_rows)
         if t < item.tiles:
             folds = (item.end_tile - t) % segment_tiles(position, CUTS) == 0
-            total, made = fold(total, before, acc, m, sums.l, folds, factor, WIDTHS)
+            if begin > 0:
+                total, made = fold(total, before, acc, sums.m, sums.l, folds, WIDTHS)
+            else:
+                total, made = fold_first(acc, sums.m, sums.l, folds, WIDTHS)
             state = without(acc, sums.m, sums.l, folds, V_PARTS)
             store_total(made, folds, rows, which, batch, SPEC, CUTS, SHAPE)
             wait_full(shared.k.ring, at + 1)
@@ -296,18 +327,21 @@ def attend(
         else:
             release(shared.item_ring, n)
             if item.oldest < 0:
-                whole, of_all = fold(total, before, acc, m, sums.l, live, factor, WIDTHS)
+                if (begin > 0) | (item.seq_len < item.q_len):  # some rows may see no key of this segment
+                    whole, of_all = fold(total, before, acc, sums.m, sums.l, live, WIDTHS)
+                else:
+                    whole, of_all = fold_first(acc, sums.m, sums.l, live, WIDTHS)
                 seen = whole.l != 0.0
                 share = gl.where(seen, 1.0 / gl.where(seen, whole.l, 1.0), 0.0)
                 if batch.tensors.v_scale is not None:
                     share *= gl.load(batch.tensors.v_scale)
-                lse2 = gl.where(seen, gl.fma(whole.m, factor, gl.log2(gl.where(seen, whole.l, 1.0))), float("-inf"))
+                lse2 = gl.where(seen, whole.m + gl.log2(gl.where(seen, whole.l, 1.0)), float("-inf"))
                 store_item(scaled(of_all, share, V_PARTS), lse2, item, 0, batch, which, False, SPEC, SHAPE)
             else:
-                l_rows = gl.convert_layout(row_sums(sums.l), s_rows)
-                store_state(acc, l_rows, m, item, batch, which, SPEC, CUTS, SHAPE)
-            total, state = Total(nothing, zero), State(zero_sums(WIDTHS), nothing, no_weights)
-            s = gl.full([WARPGROUP, N], 0.0, gl.float32, s_layout)
+                m, l = of_rows(sums.m, sums.l, s_rows)
+                store_state(acc, l, m, item, batch, which, SPEC, CUTS, SHAPE)
+            total, state = Total(zero + LEAST, zero), State(zero_sums(WIDTHS), nothing, no_weights)
+            s = no_scores
 
 
 @gluon.jit

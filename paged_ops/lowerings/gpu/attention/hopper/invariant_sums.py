@@ -41,12 +41,11 @@ def row_sums(l):
 
 @gluon.jit
 def as_sums(of_rows, l):
-    """A number of each row, to be combined with its sums."""
+    """A number of each row, ``[rows, 4]`` and equal in the four, to be combined with its sums."""
     if len(l.shape) == 3:
-        layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, l.type.layout))
-        column = gl.convert_layout(of_rows, layout)[:, None, None]
+        column = gl.convert_layout(of_rows, gl.SliceLayout(1, l.type.layout))[:, None, :]
     else:
-        column = gl.convert_layout(of_rows, gl.SliceLayout(1, l.type.layout))[:, None]
+        column = gl.convert_layout(of_rows, l.type.layout)
     return column
 
 

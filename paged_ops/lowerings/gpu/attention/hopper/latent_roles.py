@@ -14,12 +14,11 @@ from triton.experimental.gluon import language as gl
 
 from paged_ops.lowerings.gpu.attention.hopper import ring
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E, apply_soft_cap
+from paged_ops.lowerings.gpu.attention.hopper.softmax import SLACK
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole
 from paged_ops.lowerings.gpu.attention.shared.masks import full_tiles, keep_seen, keys_of_rows, needs_mask
 from paged_ops.lowerings.gpu.gluon_names import load_box
 
-# The maximum in use is replaced only by one that is larger by more than this, to base 2: see softmax_tile.
-SLACK = gl.constexpr(8.0)
 CHUNKS = gl.constexpr(9)  # of 64 columns: the latents, then the rotated ones
 
 

@@ -76,7 +76,9 @@ def serves(spec: Spec, target: Target) -> list[str]:
         f"head sizes: expected {SIZES}, got {sizes}": not SIZES.issuperset(sizes),
     }
     return (
-        not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds] + dense.serves(spec, target)
+        not_applied(spec, APPLIES)
+        + [reason for reason, holds in against.items() if holds]
+        + dense.serves_sizes(spec, dense.served_sizes())
     )
 
 

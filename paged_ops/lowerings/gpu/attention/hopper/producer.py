@@ -36,15 +36,15 @@ def fetch_rows(
     G: gl.constexpr = SPEC.G
     SIZE: gl.constexpr = SHAPE.k.parts[PART]
     ROWS: gl.constexpr = rows_at_once(SIZE)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [WARPS, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [max(256 // SIZE, 1), min(SIZE // 8, 32)], [WARPS, 1], [1, 0])
     d = first_of(SHAPE.k.parts, PART, SPEC.k_side.size) + gl.arange(0, SIZE, gl.SliceLayout(0, layout))
     first_row = item.row_start.to(gl.int64) + item.first_token
-    for part in range(SHAPE.M // ROWS):
+    for part in range((SHAPE.M + ROWS - 1) // ROWS):
         r = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         live = (r < SHAPE.M // G * G) & (r // G < item.q_len - item.first_token)
-        head = item.kh * G + r % G
+        head = items.head_of(item, SHAPE) * G + r % G
         row = (first_row + r // G) * SPEC.query[0] + head.to(gl.int64) * SPEC.query[1]
-        place = groups.index(slot * (SHAPE.M // ROWS) + part)
+        place = groups.index(slot * ((SHAPE.M + ROWS - 1) // ROWS) + part)
         load_async(place, query + row[:, None] + d[None, :], mask=live[:, None])
 
 
@@ -87,7 +87,7 @@ def take_items(
     WARPS: gl.constexpr = SHAPE.warps
     ROWS_LATER: gl.constexpr = SHAPE.row_slots < SHAPE.slots
     programs = work.programs
-    last = work.tiles * SPEC.K - 1
+    last = work.tiles * (SPEC.K * SHAPE.pieces) - 1
     reverse, start, at = items.first_item(work.few, programs)
     ticket = gl.program_id(0)
     n = 0
@@ -152,12 +152,12 @@ def rows_of(ids, kh, j, lane, PAGES: gl.constexpr, MATRIX: gl.constexpr, UNIT: g
 
 
 @gluon.jit
-def load_tile(descs, rows, kh, to, n, COLUMNS: gl.constexpr, SHAPE: gl.constexpr):
-    """Begin to copy the n-th tile of keys, or of values, when its place is empty."""
+def load_tile(descs, rows, kh, to, n, COLUMNS: gl.constexpr, SHAPE: gl.constexpr, begin=0):
+    """Begin to copy the n-th tile of keys, or of values, from column ``begin`` of the head, when its place is empty."""
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
     wait_empty(to.ring, n)
     full = full_of(to.ring, n)
-    column = kh * COLUMNS.matrix.columns_head
+    column = kh * COLUMNS.matrix.columns_head + begin
     mbarrier.expect(full, SHAPE.N * sum_of(COLUMNS.parts) * 2)
     for part in gl.static_range(len(COLUMNS.parts)):
         first = column + first_of(COLUMNS.parts, part, COLUMNS.size)
@@ -179,10 +179,11 @@ def load_both(descs, ids, first_lane, t, item, before, shared, SPEC: gl.constexp
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     j = (item.end_tile - 1 - t) * SHAPE.N + lane % PAGES * SHAPE.page
     j = place_at(j, SHAPE.N, item.oldest, MASKS, SHAPE.N) % SPEC.B
-    k_rows = rows_of(ids, item.kh, j, lane - first_lane, PAGES, K_MATRIX)
-    v_rows = rows_of(ids, item.kh, j, lane - first_lane, PAGES, V_MATRIX)
-    load_tile(descs[0], k_rows, item.kh, shared.k, before + t, K_SHAPE, SHAPE)
-    load_tile(descs[1], v_rows, item.kh, shared.v, before + t, V_SHAPE, SHAPE)
+    kh = items.head_of(item, SHAPE)
+    k_rows = rows_of(ids, kh, j, lane - first_lane, PAGES, K_MATRIX)
+    v_rows = rows_of(ids, kh, j, lane - first_lane, PAGES, V_MATRIX)
+    load_tile(descs[0], k_rows, kh, shared.k, before + t, K_SHAPE, SHAPE)
+    load_tile(descs[1], v_rows, kh, shared.v, before + t, V_SHAPE, SHAPE, items.column_of(item, SHAPE))
 
 
 @gluon.jit

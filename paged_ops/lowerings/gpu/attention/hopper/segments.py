@@ -36,8 +36,7 @@ def segments_of(
 
 
 @triton.jit
-def fold_weights(m, m_part, factor):
+def fold_weights(m, m_part):
     """The maximum of two states, and the factors of their sums."""
     m_new = tl.maximum(m, m_part)
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new) * factor
-    return m_new, tl.exp2(tl.fma(m, factor, -shift)), tl.exp2(tl.fma(m_part, factor, -shift))
+    return m_new, tl.exp2(m - m_new), tl.exp2(m_part - m_new)

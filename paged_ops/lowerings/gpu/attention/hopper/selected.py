@@ -34,6 +34,7 @@ from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
 from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.selected_load import load_part
+from paged_ops.lowerings.gpu.attention.hopper.softmax import SLACK
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, Part
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.triton import merge
@@ -301,7 +302,7 @@ def score_part(
         largest = gl.max(gl.max(scores.reshape([M, N // 8, 4, 2]), 1), 2)
         largest = gl.convert_layout(gl.max(largest, 1), row_layout)
         # As in softmax_tile: a maximum that grows little stays in use.
-        m_new = gl.where(largest > m + roles.SLACK, largest, m)
+        m_new = gl.where(largest > m + SLACK, largest, m)
         shift = roles.finite(m_new)
         p = gl.exp2(scores - shift[:, None])
         decay = gl.exp2(m - shift)

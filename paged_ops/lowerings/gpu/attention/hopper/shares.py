@@ -59,7 +59,7 @@ APPLIES = frozenset({"causal", "window", "first", "chunk", "soft_cap", "sinks", 
 def serves(spec: Spec, target: Target) -> list[str]:
     sizes = spec.k_side.size, spec.v_side.size
     against = [] if sizes in SIZES else [f"head sizes: expected one of {SIZES}, got {sizes}"]
-    return not_applied(spec, APPLIES) + against + dense.serves(spec, target)
+    return not_applied(spec, APPLIES) + against + dense.serves_sizes(spec, dense.served_sizes())
 
 
 def tile_rows(spec: Spec, T: int, S: int) -> int:

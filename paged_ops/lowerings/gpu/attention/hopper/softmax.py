@@ -1,9 +1,10 @@
 """The softmax of a tile of scores in registers, and its maxima.
 
-A maximum that grows by at most 8, to base 2, stays in use: weights are then at most 2^8, and as exact, and sums need no
-factor (the idea is FlashAttention-4's). So one vote of a warp says whether a maximum of its rows has to change; what
-follows from that is rare, and behind a branch of this warp. Gluon only has branches that all warps take, so both are
-written in PTX.
+A maximum that grows by at most SLACK, to base 2, stays in use: weights are then at most 2^SLACK, and as exact, and sums
+need no factor (the idea is FlashAttention-4's). So one vote of a warp says whether a maximum of its rows has to change;
+what follows from that is rare, and behind a branch of this warp. Gluon only has branches that all warps take, so both
+are written in PTX. The vote changes no bit: a row's own scores decide whether its maximum changes, as in
+:func:`raised`, and the sums of other rows are multiplied by 1.
 
 Four threads have the columns of a row. Vectors of rows are ``[M, 4]``: maxima and factors are equal in all four, and
 totals are each thread's own.
@@ -11,22 +12,35 @@ totals are each thread's own.
 
 from __future__ import annotations
 
+import struct
+
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+SLACK = gl.constexpr(8.0)  # how much larger a score may be than the maximum in use
+SLACK_PTX = gl.constexpr("0f" + struct.pack(">f", SLACK.value).hex())
 LEAST = gl.constexpr(-1.7e38)  # the maximum of a row that has seen no key: finite, as it is subtracted
+
+
+@triton.jit
+def raised(m, largest):
+    """The maxima in use from now on, and the factors of earlier sums, from those in use and the largest scores."""
+    m_new = tl.where(largest > m + SLACK, largest, m)
+    return m_new, tl.exp2(m - m_new)
 
 
 @gluon.constexpr_function
 def raise_asm():
-    """Of two rows: $0, $1 the maxima in use from now on, $2, $3 the factors of earlier sums; $4, $5 the largest scores
-    of this thread, $6, $7 the maxima in use. 0f41000000 is 8, 2^8 the largest weight; 0f3F800000 is 1."""
+    """:func:`raised` of two rows: $0, $1 the maxima in use from now on, $2, $3 the factors of earlier sums; $4, $5 the
+    largest scores of this thread, $6, $7 the maxima in use. 0f3F800000 is 1."""
     lines = [
         "{",
         ".reg .pred p, q;",
         ".reg .f32 t, u;",
-        "add.f32 t, $6, 0f41000000;",
-        "add.f32 u, $7, 0f41000000;",
+        f"add.f32 t, $6, {SLACK_PTX.value};",
+        f"add.f32 u, $7, {SLACK_PTX.value};",
         "setp.gt.f32 p, $4, t;",
         "setp.gt.f32 q, $5, u;",
         "or.pred p, p, q;",
@@ -38,10 +52,11 @@ def raise_asm():
         "@!p bra DONE;",
     ]
     for n in range(2):
-        lines += [f"max.f32 t, ${4 + n}, ${6 + n};"]
+        lines += [f"mov.f32 t, ${4 + n};"]
         for distance in (1, 2):
             lines += [f"shfl.sync.bfly.b32 u, t, {distance}, 0x1f, 0xffffffff;", "max.f32 t, t, u;"]
-        lines += [f"sub.f32 u, ${6 + n}, t;", f"ex2.approx.ftz.f32 ${2 + n}, u;", f"mov.f32 ${n}, t;"]
+        lines += [f"add.f32 u, ${6 + n}, {SLACK_PTX.value};", "setp.gt.f32 p, t, u;", f"selp.f32 ${n}, t, ${6 + n}, p;"]
+        lines += [f"sub.f32 u, ${6 + n}, ${n};", f"ex2.approx.ftz.f32 ${2 + n}, u;"]
     return "\n".join([*lines, "DONE:", "}"])
 
 
@@ -87,9 +102,9 @@ def rows_by_threads(vector, layout: gl.constexpr):
 
 
 @gluon.jit
-def softmax_tile(scores, m, factor, BY_ROWS: gl.constexpr):
-    """p (unnormalised), the maxima in use, each thread's sum of p, and the factors of earlier sums; to base 2, with
-    ``factor`` folded into one multiply-add. BY_ROWS: each row has its own."""
+def weights_of(scores, m, factor, BY_ROWS: gl.constexpr):
+    """p (unnormalised), the maxima in use, and the factors of earlier sums; to base 2, with ``factor`` folded into one
+    multiply-add. BY_ROWS: each row has its own."""
     scores = by_threads(scores)
     largest = gl.max(gl.max(scores, 3), 1) * factor
     if BY_ROWS:
@@ -97,9 +112,15 @@ def softmax_tile(scores, m, factor, BY_ROWS: gl.constexpr):
     m, decay = gl.inline_asm_elementwise(
         raise_asm(), "=&f,=&f,=&f,=&f,f,f,f,f", [largest, m], (gl.float32, gl.float32), is_pure=True, pack=2
     )
-    p = gl.exp2(scores * factor - m[:, None, :, None])
-    totals = gl.sum(gl.sum(p, 3), 1)
-    return p.reshape([scores.shape[0], scores.shape[1] * 8]), m, totals, decay
+    p = gl.exp2(gl.fma(scores, factor, m[:, None, :, None] * -1.0))  # costs nothing; -m would be 0 - m
+    return p.reshape([scores.shape[0], scores.shape[1] * 8]), m, decay
+
+
+@gluon.jit
+def softmax_tile(scores, m, factor, BY_ROWS: gl.constexpr):
+    """As :func:`weights_of`, with each thread's sum of p before the factors of earlier sums."""
+    p, m, decay = weights_of(scores, m, factor, BY_ROWS)
+    return p, m, gl.sum(gl.sum(by_threads(p), 3), 1), decay
 
 
 @gluon.jit

@@ -17,7 +17,7 @@ from paged_ops.lowerings.gpu.attention.shared.masks import key_tiles
 class Item(NamedTuple):
     """A tile of query rows of one key/value head, and the key tiles that it needs."""
 
-    kh: Any
+    kh: Any  # the head; where the value columns are in several pieces, see head_of and column_of
     s: Any
     row_start: Any  # of the sequence
     q_len: Any
@@ -87,6 +87,24 @@ def item_at(
     )
     tiles = gl.where(mine & (first_token < q_len), tiles, 0)
     return Item(kh, s, row_start, q_len, seq_len, first_token, tiles, end, full_start, full_end, oldest)
+
+
+@gluon.jit
+def head_of(item, SHAPE: gl.constexpr):
+    """The key/value head of an item."""
+    kh = item.kh
+    if SHAPE.pieces > 1:
+        kh = kh // SHAPE.pieces
+    return kh
+
+
+@gluon.jit
+def column_of(item, SHAPE: gl.constexpr):
+    """The first of an item's value columns in its head."""
+    column = 0
+    if SHAPE.pieces > 1:
+        column = item.kh % SHAPE.pieces * SHAPE.v.size
+    return column
 
 
 @gluon.jit
