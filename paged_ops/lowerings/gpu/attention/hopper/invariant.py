@@ -241,7 +241,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         described = [*filter(None, described), *mixed.chunk_descriptors(spec, halves.page)]
     elif keys_first:
         kernel, described = few_rows.invariant_few_kernel, [*filter(None, described)]
-        more = {"AHEAD": few_rows.AHEAD, "maxnreg": few_rows.MAXNREG}
+        more = {"AHEAD": few_rows.AHEAD, "EARLY": few_rows.EARLY, "maxnreg": few_rows.MAXNREG}
     read = spec
     if are_copied(spec):
         D = spec.k_side.size

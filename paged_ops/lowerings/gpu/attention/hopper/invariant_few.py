@@ -6,8 +6,9 @@ instructions. The bits are those of invariant_roles.py, as in invariant_beside.p
 order, and all else that rounds is the same arithmetic.
 
 One program per multiprocessor. A warp takes items and loads query rows, one loads tiles by TMA, and a warpgroup
-computes. All sums fit its registers, also those of the segments that were folded. It leaves registers and shared
-memory of the multiprocessor to the programs of ``invariant_states_kernel``, which begin meanwhile.
+computes. All sums fit its registers, also those of the segments that were folded. The program has all registers of its
+multiprocessor: with half of them, so that programs of ``invariant_states_kernel`` shared it and waited there, calls
+that followed each other did not end (seen on an H200).
 
 Letters: as in dense.py.
 """
@@ -52,8 +53,9 @@ from paged_ops.lowerings.gpu.spec import Numbers, Spec
 MOST_ROWS = 16  # packed query rows of an item
 SLOTS = 2  # items that are published ahead, with their query rows
 SEQUENCES = 128  # sequences that the scheduler's registers hold
-REGISTERS = (96, 96)  # of a thread of the single warps; the warpgroup has the rest of MAXNREG of all
-MAXNREG = 128
+REGISTERS = (96, 96)  # of a thread of the single warps
+MAXNREG = 248  # so that no program of invariant_states_kernel has place on the multiprocessor
+EARLY = True  # whether programs of invariant_states_kernel may be launched meanwhile
 AHEAD = 1  # when the next keys are multiplied: see step()
 
 
@@ -322,7 +324,8 @@ def invariant_few_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     k_desc, v_desc,
-    SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """As ``invariant_items_kernel`` of invariant.py."""
     numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
@@ -332,7 +335,8 @@ def invariant_few_kernel(
     fence_async_shared()
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
+        if EARLY:
+            gdc_launch_dependents()
     LEAD: gl.constexpr = PLAN.lead
     GROUP: gl.constexpr = 32 // (SHAPE.N // SHAPE.page)
     gl.warp_specialize(
