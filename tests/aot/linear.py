@@ -3,10 +3,16 @@
 import torch
 
 from paged_ops.lowerings import gpu as lowering
-from tests.aot.compiler import Variant, gpu
+from tests.aot.compiler import Variant, both, gpu
 
-# The weight is loaded before the wait for the previous kernel, in loads of 16 bytes.
-EARLY = {"cuda:90": (r"(?s)ld\.global\S*\.v4\.b32.*griddepcontrol\.wait.*ld\.global\S*\.v4\.b32",)}
+# The weight is loaded before the wait for the previous kernel, in loads of 16 bytes, by each of so many kernels.
+WITHIN, KERNELS = r"(?:(?!\.entry).)*?", 6
+LOADS = r"ld\.global\S*\.v4\.b32"
+EARLY = {
+    "cuda:90": (
+        rf"(?s)(?:\.entry one_row_kernel{WITHIN}{LOADS}{WITHIN}griddepcontrol\.wait{WITHIN}{LOADS}.*?){{{KERNELS}}}",
+    )
+}
 LATE = {"cuda:90": (r"(?s)^(?!.*ld\.global.*griddepcontrol\.wait)",)}
 
 
@@ -21,14 +27,18 @@ def linear(T, C, norm=False, adds=False, gated=False, constant=True, dtype=torch
 
 
 VARIANTS = [
-    Variant(f"few-rows-{name}", call, expect, targets=("cuda:90",))
-    for name, call, expect in (
-        ("norm", linear(1, 4096, norm=True), EARLY),
-        ("norm-gated", linear(1, 4096, norm=True, gated=True), EARLY),
-        ("norm-gated-f16", linear(2, 4096, norm=True, gated=True, dtype=torch.float16), EARLY),
-        ("add", linear(2, 5120, adds=True), EARLY),
-        ("deep-add", linear(1, 14336, adds=True), EARLY),
-        ("deep-two", linear(2, 14336, adds=True), EARLY),
-        ("weight-just-written", linear(1, 4096, constant=False), LATE),
-    )
+    Variant(
+        "few-rows-norm-gate-and-add",
+        both(
+            linear(1, 4096, norm=True),
+            linear(1, 4096, norm=True, gated=True),
+            linear(2, 4096, norm=True, gated=True, dtype=torch.float16),
+            linear(2, 5120, adds=True),
+            linear(1, 14336, adds=True),
+            linear(2, 14336, adds=True),
+        ),
+        EARLY,
+        targets=("cuda:90",),
+    ),
+    Variant("few-rows-weight-just-written", linear(1, 4096, constant=False), LATE, targets=("cuda:90",)),
 ]
