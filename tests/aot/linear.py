@@ -5,12 +5,11 @@ import torch
 from paged_ops.lowerings import gpu as lowering
 from tests.aot.compiler import Variant, both, gpu
 
-# The weight is loaded before the wait for the previous kernel, in loads of 16 bytes, by each of so many kernels.
-WITHIN, KERNELS = r"(?:(?!\.entry).)*?", 6
-LOADS = r"ld\.global\S*\.v4\.b32"
+# Each kernel loads the weight before it waits for the previous kernel, in loads of 16 bytes.
 EARLY = {
     "cuda:90": (
-        rf"(?s)(?:\.entry one_row_kernel{WITHIN}{LOADS}{WITHIN}griddepcontrol\.wait{WITHIN}{LOADS}.*?){{{KERNELS}}}",
+        r"ld\.global\S*\.v4\.b32",
+        r"(?s)^(?!.*\.entry (?:(?!ld\.global\S*\.v4\.b32|\.entry).)*griddepcontrol\.wait)",
     )
 }
 LATE = {"cuda:90": (r"(?s)^(?!.*ld\.global.*griddepcontrol\.wait)",)}
