@@ -165,7 +165,7 @@ def test_tiles_of_all_units_stand_in_one_row(apart, start, lengths):
         masks, logits, storage, torch.float32, torch.float32, False, K, 1, 16, side, side, (), 1, K, None
     )  # fmt: skip
     located, walked = (torch.full((len(wanted), 4), -1, dtype=torch.int32) for _ in range(2))
-    division = specs.Division(M, True, -1, 8, 1, apart, aligned=True, start=start)
+    division = specs.Division(M, True, -1, 8, 1, apart, aligned=1, start=start)
     if lengths == "long":
         division = division._replace(rows=1, everyone=False, long=65, long_rows=M)
     shape = specs.TileShape(M, N, 64, 64, 0, False)

@@ -94,7 +94,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     shape = shape_of(spec, M, target.shared_memory)
     P = tuning.programs_apart(spec.K, target.processors)
     start = START // shape.N if beginnings else 0
-    division = division._replace(aligned=True, heads_apart=P > 0, start=start)
+    division = division._replace(aligned=1, heads_apart=P > 0, start=start)
     P = P or target.processors
     constants = {
         "SPEC": dense.read_spec(spec),
