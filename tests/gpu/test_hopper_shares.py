@@ -184,7 +184,7 @@ def test_tiles_fit_shared_memory(D, M):
 
 
 @pytest.mark.parametrize(
-    ("D", "M", "shape"), [(128, 64, (128, 3, 2)), (128, 128, (64, 5, 2)), (64, 64, (128, 6, 2)), (80, 128, (128, 4, 2))]
+    ("D", "M", "shape"), [(128, 64, (128, 3, 2)), (128, 128, (64, 5, 2)), (64, 64, (128, 6, 2)), (80, 128, (64, 5, 2))]
 )
 def test_tiles(D, M, shape):
     """Keys of a tile, tiles of keys and values, tiles of query rows."""

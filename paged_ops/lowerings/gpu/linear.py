@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import fake
 from paged_ops.lowerings.cpu.linear import few_row_linear as by_torch
-from paged_ops.lowerings.gpu import one_row
+from paged_ops.lowerings.gpu import one_row, precompile
 from paged_ops.lowerings.gpu.target import FUSED, on_device, target_of
 
 FEW_ROWS, MOST_ROWS = 16, 64
@@ -39,6 +39,9 @@ def few_row_linear(
     O = weight.shape[0]
     serves = x.dtype == weight.dtype and serves_weight(weight) and target.is_hopper
     out = fake.few_row_linear(x, weight, norm, residual, eps, gated, constant)
+    if serves and precompile.notes() is not None:  # a warm-up, whose steps may have more rows than later ones
+        with on_device(target.device):
+            one_row.compile_all(rows, weight, constant)
     tile = one_row.tile_of(T, O, C) if serves else None
     if tile is not None:
         tensors = rows, weight, norm, residual, out

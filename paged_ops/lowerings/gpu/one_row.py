@@ -43,6 +43,22 @@ def launch(tensors: tuple[Tensor | None, ...], eps: float, gated: bool, constant
     one_row_kernel[grid](*packed, residual, out, O, eps, launch_pdl=True, **sizes, **FUSED)
 
 
+_compiled: set[tuple[object, ...]] = set()
+
+
+def compile_all(rows: Tensor, weight: Tensor, constant: bool) -> None:
+    """Launches the kernel of a plain matmul for each number of rows, once for each shape: later launches compile
+    nothing."""
+    (O, C), key = weight.shape, (weight.device, weight.dtype, weight.shape, constant)
+    if key in _compiled:
+        return
+    for T in range(1, MOST_ROWS + 1):
+        tile = tile_of(T, O, C)
+        if tile is not None:
+            launch((rows.new_zeros(T, C), weight, None, None, rows.new_empty(T, O)), 0.0, False, constant, tile)
+    _compiled.add(key)
+
+
 @triton.jit
 def _numbers(packed, HALF: tl.constexpr):
     """The two float32 of each int32 that holds two numbers of 16 bits."""
