@@ -44,10 +44,13 @@ def run_few_row_layer(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
     qkv = attention.q_proj.fused
     qkv.keep(hidden_states, matmul(hidden_states, qkv.weight, layer.input_layernorm.weight, None, few.eps))
     attention.o_proj.residual = hidden_states
-    added = attention(hidden_states=hidden_states, **{**few.extras, **kwargs})
+    try:
+        added = attention(hidden_states=hidden_states, **{**few.extras, **kwargs})
+        assert qkv.output is None is attention.o_proj.residual, "called as in the trial"
+    finally:
+        attention.o_proj.residual = None  # also after an error or Ctrl-C, before a step of other rows
     if isinstance(added, tuple):
         added = added[0]
-    assert qkv.output is None is attention.o_proj.residual, "called as in the trial"
     second = layer.post_attention_layernorm.weight
     gated = matmul(added, mlp.gate_proj.fused.weight, second, None, few.second_eps, True)
     return matmul(gated, mlp.down_proj.weight, None, added)

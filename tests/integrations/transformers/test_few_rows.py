@@ -77,6 +77,33 @@ def test_tokens_are_the_same(name):
     assert not any(hasattr(layer, "paged_few_rows") for layer in model.model.layers)
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_interrupted_step_adds_nothing_to_the_next(error, monkeypatch):
+    model = make()
+    use_overlapping_products(model)
+    paged = PagedCausalLM(model)
+    loop = GenerationLoop(paged, paged.allocate_kv_cache(32))
+    sampling = SamplingParams(max_new_tokens=4)
+    want = loop.generate([PROMPT], sampling)
+    attention = model.model.layers[1].self_attn
+    own, steps = attention.forward, []
+
+    def interrupted(*args, **kwargs):
+        steps.append(attention.o_proj.residual is not None)
+        if steps[-1]:
+            raise error("in a step of few rows")
+        return own(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(attention, "forward", interrupted)
+        with pytest.raises(error):
+            loop.generate([PROMPT], sampling)
+    assert steps[-1]
+    assert attention.o_proj.residual is None
+    loop.reset()
+    assert loop.generate([PROMPT], sampling) == want
+
+
 def test_more_rows_run_the_layers_own():
     model = make()
     use_overlapping_products(model)
