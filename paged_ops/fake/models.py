@@ -70,14 +70,21 @@ def few_row_linear(
     gated: bool = False,
     constant: bool = False,
 ) -> Tensor:
+    return x.new_empty(few_row_shape(x, weight, norm, residual, gated))
+
+
+def few_row_shape(
+    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, gated: bool
+) -> tuple[int, ...]:
+    """The shape of the result of few_row_linear, after all checks."""
     O, C = weight.shape
     expect(not gated or O % 2 == 0, "weight", "an even number of rows, as it is gated", weight)
-    out = x.new_empty(*x.shape[:-1], O // 2 if gated else O)
+    shape = *x.shape[:-1], O // 2 if gated else O
     if norm is not None:
         checks.tensor("norm", norm, (C,), x.dtype, x.device, "[C]")
     if residual is not None:
-        checks.tensor("residual", residual, out.shape, x.dtype, x.device, "[..., O]")
-    return out
+        checks.tensor("residual", residual, shape, x.dtype, x.device, "[..., O]")
+    return shape
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_ops import cpp, fake
+from paged_ops.fake.models import few_row_shape
 from paged_ops.lowerings.cpu.fused import FLAGS, PLAIN
 from paged_ops.lowerings.cpu.invariant import TILE_ELEMENTS, add_halves
 
@@ -53,7 +54,7 @@ def few_row_linear(
     constant: bool = False,
 ) -> Tensor:
     """By torch's ops, also where a GPU has no kernel."""
-    fake.few_row_linear(x, weight, norm, residual, eps, gated, constant)
+    few_row_shape(x, weight, norm, residual, gated)
     out = F.linear(x if norm is None else F.rms_norm(x, norm.shape, norm, eps), weight)
     if gated:
         gate, up = out.chunk(2, -1)

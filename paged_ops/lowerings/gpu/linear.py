@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paged_ops import fake
+from paged_ops.fake.models import few_row_shape
 from paged_ops.lowerings.cpu.linear import few_row_linear as by_torch
 from paged_ops.lowerings.gpu import one_row, precompile
 from paged_ops.lowerings.gpu.target import FUSED, on_device, target_of
@@ -38,12 +38,13 @@ def few_row_linear(
     (T, C), target = rows.shape, target_of(x.device)
     O = weight.shape[0]
     serves = x.dtype == weight.dtype and serves_weight(weight) and target.is_hopper
-    out = fake.few_row_linear(x, weight, norm, residual, eps, gated, constant)
+    shape = few_row_shape(x, weight, norm, residual, gated)
     if serves and precompile.notes() is not None:  # a warm-up, whose steps may have more rows than later ones
         with on_device(target.device):
             one_row.compile_all(rows, weight, constant)
     tile = one_row.tile_of(T, O, C) if serves else None
     if tile is not None:
+        out = x.new_empty(shape)
         tensors = rows, weight, norm, residual, out
         with on_device(target.device):
             one_row.launch(tensors, eps, gated, constant, tile)
@@ -52,6 +53,7 @@ def few_row_linear(
     tile = tile_of(T, O, target.processors) if serves and is_plain else None
     if tile is None:
         return by_torch(x, weight, norm, residual, eps, gated)
+    out = x.new_empty(shape)
     with on_device(target.device):
         few_row_linear_kernel[(O // tile["BN"],)](rows, weight, out, T, O, C, **tile, launch_pdl=True, **FUSED)
     return out
