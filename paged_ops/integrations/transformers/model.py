@@ -389,8 +389,8 @@ class PagedCausalLM:
             forms = tuple(each.form for each in noted)
             fusion = getattr(layer, "paged_fusion", None)
             fused = None if fusion is None else (fusion.attention is None, fusion.mlp is None)
-            kind: Any = type(layer), fused, forms, tuple((each.keys, each.continues) for each in keeping)
-            kind = *kind, hasattr(layer, "paged_few_rows")
+            kept = tuple((each.keys, each.continues) for each in keeping)
+            kind = type(layer), fused, forms, kept, hasattr(layer, "paged_few_rows")
             if kind not in kinds:
                 kinds[kind] = torch.compile(copy_of(run_layer), **options)
             caches: list[int] = []
