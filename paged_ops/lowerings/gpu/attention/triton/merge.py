@@ -31,7 +31,8 @@ def with_merge(
         **target.overlap(),
         **tuning.Tile(tile.M, tile.N, 4, 1).options(target.backend != "hip"),
     }
-    helpers = HELPERS_OF_WIDE if tile.Dv > NARROW else HELPERS_OF_MANY if tile.M >= MANY_ROWS else 1
+    wide = HELPERS_OF_WIDE if spec.G > FEW_HEADS else HELPERS_OF_FEW
+    helpers = wide if tile.Dv > NARROW else HELPERS_OF_MANY if tile.M >= MANY_ROWS else 1
     merge = Launch(launcher_of(merge_kernel, constants, target.device), (P, helpers, 1), NOT_OF_MERGE)
     return Launches((*launches, merge), workspace(P, tile.M, spec.v_side.size))
 
@@ -44,8 +45,9 @@ def workspace(P: int, M: int, Dv: int) -> tuple[int, int, int]:
 
 
 # The number of programs that merge the parts of one program, where values are wide (latents) or rows many: one
-# program took too long.
-NARROW, HELPERS_OF_WIDE = tl.constexpr(256), 8
+# program took too long. With more than FEW_HEADS heads their registers leave room for four on a multiprocessor.
+NARROW, HELPERS_OF_WIDE = tl.constexpr(256), 4
+FEW_HEADS, HELPERS_OF_FEW = tl.constexpr(16), 8
 MANY_ROWS, HELPERS_OF_MANY = tl.constexpr(64), 4
 
 # The fields that merge_kernel gets; and those that it does not.
@@ -63,9 +65,10 @@ def merge_kernel(
     """Merges the units that were divided. A unit's parts are the second part of its first program and the first parts
     of later ones.
 
-    All programs of a unit except the last help. If they are few, a unit is merged token by token, else by slices of
-    rows. Also writes the rows of padding, which no other kernel writes. What needs no waiting is done before
-    split_kernel ends.
+    All programs of a unit except the last help, and of equal pieces the last, too. If they are few, a unit is merged
+    token by token, else by slices of rows. Also writes the rows of padding, which no other kernel writes. What needs no
+    waiting is done before split_kernel ends; programs that merge nothing end then, except for one, which waits so that
+    this kernel does not end before split_kernel.
     """
     numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     K: tl.constexpr = SPEC.K
@@ -102,17 +105,23 @@ def merge_kernel(
         pieces = tl.maximum(-longer, 1)
         first = tl.where(longer < 0, p // pieces * pieces, first)
         last = tl.where(longer < 0, first + pieces - 1, last)
+        left = tl.where(longer < 0, 1, left)
     kh = unit % K
     first_token = unit // K * TOKENS
     row_start += first_token
     tokens = tl.minimum(q_len - first_token, TOKENS)
     helper, helpers = p - first, last - first
+    if DIVISION.aligned:
+        helpers += tl.where(longer < 0, 1, 0)
     if WIDE or MANY:
         helper, helpers = helper * tl.num_programs(1) + tl.program_id(1), helpers * tl.num_programs(1)
     cut = Divided(first, last, row_start, tokens, kh)
+    nothing = (start == end) | (left == 0)
+    if nothing & (program > 0):
+        return
     if PDL:
         gdc_wait()
-    if (start == end) | (left == 0):
+    if nothing:
         return
     # Few parts are merged by whole rows, many by columns, so that every helper takes a share of the loads.
     MOST: tl.constexpr = 2048 // DV_PAD
@@ -120,7 +129,7 @@ def merge_kernel(
     ROWS: tl.constexpr = GROUP if GROUP < MOST else MOST  # in triton 3.5 (torch 2.9) min() would give a tensor
     WIDTH: tl.constexpr = DV_PAD if DV_PAD < 32 else 32
     if WIDE:
-        if GROUP > 16:  # of few parts several heads at once
+        if GROUP > FEW_HEADS:  # of few parts several heads at once
             if last - first < 2:
                 merge_items(tensors, cut, helper, helpers, SPEC, TILE, 4, DV_PAD, 2, 1)
             elif last - first < 4:
@@ -133,6 +142,8 @@ def merge_kernel(
                 merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, 256, 32, 1)
             elif last - first < 64:
                 merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, 128, 64, 1)
+            elif last - first < 128:
+                merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, 64, 128, 1)
             else:
                 merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, 32, 256, 1)
         elif last - first < 8:
