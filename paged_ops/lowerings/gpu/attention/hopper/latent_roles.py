@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from paged_ops.lowerings.gpu.attention.hopper import ring
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E, apply_soft_cap
@@ -244,8 +245,7 @@ def store_part(
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Store value columns of a part's rows by :func:`store_columns`, and their lse to base 2 unless it is None."""
-    token, head = part.first_token + r // SPEC.G, part.kh * SPEC.G + r % SPEC.G
-    live = (r < SHAPE.M // SPEC.G * SPEC.G) & (token < part.q_len) & (head < SPEC.heads)
+    token, head, live = of_rows(part, r, SPEC, SHAPE)
     if is_whole(part):
         row = (part.row_start + token).to(gl.int64) * SPEC.heads + head
         if SPEC.lse and lse2 is not None:
@@ -256,6 +256,28 @@ def store_part(
         if lse2 is not None:
             gl.store(tensors.part_lse + row, lse2, mask=live)
         store_columns(tensors.parts, row, live, acc, factor, FIRST, STEP, SPEC)
+
+
+@gluon.jit
+def of_rows(part, r, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """The tokens and heads of packed rows r of a part's unit, and which rows have any."""
+    token, head = part.first_token + r // SPEC.G, part.kh * SPEC.G + r % SPEC.G
+    return token, head, (r < SHAPE.M // SPEC.G * SPEC.G) & (token < part.q_len) & (head < SPEC.heads)
+
+
+@gluon.jit
+def store_by_rows(acc, place, part, out, FIRST: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Store a unit's result from column FIRST on: a tuple of accumulators, by way of a place of a tile that has as many
+    rows and columns. So a warp stores 512 bytes of a row at once; its accumulators have 16 bytes of each of eight."""
+    WIDTH: gl.constexpr = acc[0].shape[1]
+    for n in gl.static_range(len(acc)):
+        place.slice(n * WIDTH, WIDTH, dim=1).store(acc[n].to(place.dtype))
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    token, head, live = of_rows(part, gl.arange(0, SHAPE.M, gl.SliceLayout(1, layout)), SPEC, SHAPE)
+    row = (part.row_start + token).to(gl.int64) * SPEC.heads + head
+    column = FIRST + gl.arange(0, place.shape[1], gl.SliceLayout(0, layout))
+    gl.store(out + row[:, None] * SPEC.v_side.size + column[None, :], place.load(layout), mask=live[:, None])
+    fence_async_shared()  # whatever fills the place next, TMA too
 
 
 @gluon.jit

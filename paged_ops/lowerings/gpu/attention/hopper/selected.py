@@ -35,11 +35,13 @@ from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
 from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.selected_load import load_part
 from paged_ops.lowerings.gpu.attention.hopper.softmax import (
+    LEAST,
     SLACK,
     by_threads,
     rows_by_threads,
     rows_layout,
     scaled_if_raised,
+    softmax_tile,
 )
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, Part
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
@@ -300,33 +302,33 @@ def score_part(
     N: gl.constexpr = SHAPE.N
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    words: gl.constexpr = gl.BlockedLayout([N // 4], [32], [4], [0])
     zero = gl.full([M, N], 0.0, gl.float32, layout)
-    m = gl.full([M], float("-inf"), gl.float32, row_layout)
-    l = gl.sum(gl.sum(zero.reshape([M, N // 8, 4, 2]), 3), 1)
+    four: gl.constexpr = rows_layout(by_threads(zero).type.layout)
+    m = gl.full([M, 4], LEAST, gl.float32, four)
+    l = gl.full([M, 4], 0.0, gl.float32, four)
     ring.wait_full(shared.q_ring, counts.units)
     for t in range(part.count):
         at = counts.tiles + t
         qk = multiply_keys(part, counts, t, zero, shared, SHAPE)
-        seen = shared.seen.index(ring.stage_of(shared.ring, at)).load(gl.SliceLayout(0, layout))
-        ring.release(shared.ring, at)
-        scores = gl.where((seen != 0)[None, :], qk * factor, float("-inf"))
-        largest = gl.max(gl.max(scores.reshape([M, N // 8, 4, 2]), 1), 2)
-        largest = gl.convert_layout(gl.max(largest, 1), row_layout)
-        m_new = gl.where(largest > m + SLACK, largest, m)  # as in softmax_tile
-        shift = roles.finite(m_new)
-        p = gl.exp2(scores - shift[:, None])
-        decay = gl.exp2(m - shift)
+        seen = shared.seen.index(ring.stage_of(shared.ring, at))
+        fours = reinterpret(seen, gl.int32, [N // 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        if gl.min(fours.load(words), 0) != 0x01010101:
+            qk = gl.where((seen.load(gl.SliceLayout(0, layout)) != 0)[None, :], qk, float("-inf"))
+        ring.release_each(shared.ring, at)
+        p, m, totals, decay = softmax_tile(qk, m, factor, False)
         ring.wait_empty(messages.ring, sent)
         messages.weights.store(p.to(messages.weights.dtype))
-        roles.send_factors(messages, sent, decay, m_new, m)
+        messages.factors.store(decay)
         ring.fill(messages.ring, sent)
-        totals = gl.sum(gl.sum(p.reshape([M, N // 8, 4, 2]), 3), 1)
-        l = l * gl.convert_layout(decay, gl.SliceLayout(1, l.type.layout))[:, None] + totals
-        m = m_new
+        l = l * decay + totals
         sent += 1
     l_ = gl.convert_layout(gl.sum(l, 1), row_layout)
-    roles.send_last(messages, sent, roles.normalizer(l_, 1.0))
-    lse2, r = roles.lse2_of(m, l_), gl.arange(0, M, row_layout)
+    m_ = gl.convert_layout(gl.max(m, 1), row_layout)
+    ring.wait_empty(messages.ring, sent)
+    messages.factors.store(rows_by_threads(roles.normalizer(l_, 1.0), four))
+    ring.fill(messages.ring, sent)
+    lse2, r = roles.lse2_of(m_, l_), gl.arange(0, M, row_layout)
     store_part((), None, lse2, part, r, batch.tensors, 0, SPEC, SHAPE)
     return Counts(counts.units + 1, counts.tiles + part.count, sent + 1)
 
@@ -345,24 +347,33 @@ def sum_part(
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     acc0 = gl.full([M, WIDTH], 0.0, gl.float32, layout)
     acc1 = acc0
+    four: gl.constexpr = rows_layout(by_threads(acc0).type.layout)
     for t in range(part.count):
         at = counts.tiles + t
         ring.wait_full(messages.ring, received)  # who sends a tile's weights has waited for the tile
-        decay, changed = roles.load_factors(messages, received, row_layout)
+        factors = messages.factors.load(four)
         p = messages.weights.load(gl.DotOperandLayout(0, layout, 2))
         ring.release(messages.ring, received)
         received += 1
-        if changed != 0:
-            acc0 = acc0 * decay[:, None]
-            acc1 = acc1 * decay[:, None]
+        acc0, acc1 = scaled_if_raised(acc0, factors), scaled_if_raised(acc1, factors)
         tile = shared.latents.index(ring.stage_of(shared.ring, at))
         acc0 = warpgroup_mma(p, tile.slice(FIRST, WIDTH, dim=1), acc0, is_async=True)
         acc1 = warpgroup_mma(p, tile.slice(FIRST + WIDTH, WIDTH, dim=1), acc1, is_async=True)
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-        ring.release(shared.ring, at)
-    factor = roles.receive_last(messages, received, row_layout)
-    r = gl.arange(0, M, row_layout)
-    store_part((acc0, acc1), factor, None, part, r, batch.tensors, FIRST, SPEC, SHAPE)
+        if (t < part.count - 1) | (SHAPE.parts > 1):
+            ring.release_each(shared.ring, at)
+    ring.wait_full(messages.ring, received)
+    factor = gl.convert_layout(gl.max(messages.factors.load(four), 1), row_layout)
+    ring.release(messages.ring, received)
+    acc0, acc1 = acc0 * factor[:, None], acc1 * factor[:, None]
+    if SHAPE.parts > 1:
+        r = gl.arange(0, M, row_layout)
+        store_part((acc0, acc1), None, None, part, r, batch.tensors, FIRST, SPEC, SHAPE)
+    else:  # by way of the last tile's place
+        last = counts.tiles + part.count - 1
+        place = shared.latents.index(ring.stage_of(shared.ring, last)).slice(FIRST, 2 * WIDTH, dim=1)
+        roles.store_by_rows((acc0, acc1), place, part, batch.tensors.out, FIRST, SPEC, SHAPE)
+        ring.release_each(shared.ring, last)
     return Counts(counts.units, counts.tiles + part.count, received + 1)
 
 
@@ -404,15 +415,13 @@ def selected_hopper_kernel(
     latents = gl.allocate_shared_memory(dtype, [SHAPE.stages, N, R], layout)
     rotated = gl.allocate_shared_memory(dtype, [SHAPE.stages, N, P], layout)
     # A tile is full when the copies of each thread have arrived, and what is seen of it is known.
-    tiles = ring.ring_of(SHAPE.stages, SHAPE.loaders * 32 + 1, 3 if SHAPE.apart else 128 if SHAPE.few else 256)
+    tiles = ring.ring_of(SHAPE.stages, SHAPE.loaders * 32 + 1, 384 if SHAPE.apart else 128 if SHAPE.few else 256)
     seen = gl.allocate_shared_memory(gl.int8, [SHAPE.stages, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     weights = gl.allocate_shared_memory(dtype, [M, N], layout)
     messages = None
     if SHAPE.apart:
-        vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        factors = gl.allocate_shared_memory(gl.float32, [1, M], vector)
-        changed = gl.allocate_shared_memory(gl.int32, [1, 4], vector)
-        messages = roles.Messages(weights, factors, changed, ring.ring_of(1, 1, 2))
+        factors = gl.allocate_shared_memory(gl.float32, [M, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        messages = roles.Messages(weights, factors, None, ring.ring_of(1, 1, 2))
     shared = SelectedMemory(q_chunks, q_latents, q_rotated, q_ring, latents, rotated, tiles, seen, weights, messages)
     fence_async_shared()
     if PDL:
