@@ -93,8 +93,13 @@ class FlashInfer:
             reasons.append("a plan is made for fixed lengths")
         if case.dtype == torch.float32:
             reasons.append("no float32")
-        if case.value_head_size is not None or case.head_size not in (64, 128, 256):
-            reasons.append("head size: 64, 128 or 256")
+        sizes = case.head_size, case.value_head_size
+        if sizes not in ((64, None), (128, None), (256, None), (576, 512)):
+            reasons.append("head size: 64, 128 or 256, or latents of 512 + 64")
+        if case.latent and case.stored not in (torch.float16, torch.bfloat16, torch.float8_e4m3fn):
+            reasons.append("latents: float16, bfloat16 or e4m3")
+        if case.selected:
+            reasons.append("all keys")
         return reasons
 
     def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
@@ -114,6 +119,8 @@ class FlashInfer:
         blocks = [-(-seq_len // case.block_size) for _, seq_len in case.seqs]
         indptr = torch.tensor([0, *itertools.accumulate(blocks)], dtype=torch.int32)
         indices = torch.cat([row[:count] for row, count in zip(inputs.block_tables, blocks, strict=True)])
+        if case.latent:
+            return self._prepare_latents(inputs, workspace, indptr.to(device), indices)
         last = torch.tensor([(n - 1) % case.block_size + 1 for _, n in case.seqs], dtype=torch.int32)
         types = {"q_data_type": case.dtype, "kv_data_type": case.stored, "sm_scale": inputs.scale}
         heads, rest = (case.num_heads, case.num_kv_heads, case.head_size), (case.block_size,)
@@ -129,6 +136,36 @@ class FlashInfer:
         plan()
         out = torch.empty_like(inputs.query, device=device)
         return plan, functools.partial(wrapper.run, inputs.query, inputs.kv_cache, out=out)
+
+    def _prepare_latents(
+        self, inputs: Inputs, workspace: Tensor, indptr: Tensor, indices: Tensor
+    ) -> tuple[Callable[[], object], Callable[[], Tensor]]:
+        import flashinfer
+
+        case = inputs.case
+        sizes = case.value_size, case.head_size - case.value_size  # latents, rotated
+        wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace)
+        plan = functools.partial(
+            wrapper.plan,
+            qo_indptr=inputs.query_start_loc,
+            kv_indptr=indptr,
+            kv_indices=indices,
+            kv_len_arr=inputs.seq_lens,
+            num_heads=case.num_heads,
+            head_dim_ckv=sizes[0],
+            head_dim_kpe=sizes[1],
+            page_size=case.block_size,
+            causal=True,
+            sm_scale=inputs.scale,
+            q_data_type=case.dtype,
+            kv_data_type=case.stored,
+        )
+        plan()
+        parts = (*inputs.query.split(sizes, -1), *inputs.kv_cache.split(sizes, -1))
+        named = dict(zip(("q_nope", "q_pe", "ckv_cache", "kpe_cache"), parts, strict=True))
+        scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if case.stored.itemsize == 1 else {}
+        out = inputs.query.new_empty(*inputs.query.shape[:2], case.value_size)
+        return plan, functools.partial(wrapper.run, **named, **scales, out=out)
 
 
 class FlashAttention3:

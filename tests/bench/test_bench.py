@@ -188,8 +188,44 @@ def test_reasons_are_given():
     assert DenseSDPA().reasons_against(RAGGED, CPU)
     assert "keys and values of one size, not shared" in DenseSDPA().reasons_against(LATENT, CPU)
     assert "latents of 512 + 64 in blocks of 64" in FlashMLA().reasons_against(LATENT, torch.device("cuda"))
-    assert "head size: 64, 128 or 256" in FlashInfer().reasons_against(SQUARE, CPU)
+    assert "head size: 64, 128 or 256, or latents of 512 + 64" in FlashInfer().reasons_against(SQUARE, CPU)
+    rows = dataclasses.replace(SELECTED, cache_dtype=torch.uint8, kv_cache_dtype="fp8_ds_mla")
+    assert {"all keys", "latents: float16, bfloat16 or e4m3"} <= {*FlashInfer().reasons_against(rows, CPU)}
     assert FlashAttention3().reasons_against(SQUARE, CPU)[0] == "runs on Hopper"
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn])
+def test_flashinfer_gets_latents_as_its_interface_asks_for(monkeypatch, stored):
+    """Its own arguments by its own names; a stand-in computes."""
+
+    class BatchMLAPagedAttentionWrapper:
+        def __init__(self, float_workspace_buffer):
+            assert float_workspace_buffer.dtype == torch.uint8
+
+        def plan(
+            self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe, page_size,
+            causal, sm_scale, q_data_type, kv_data_type,
+        ):  # fmt: skip
+            assert (num_heads, head_dim_ckv, head_dim_kpe, page_size, causal) == (4, 512, 64, 16, True)
+            assert (q_data_type, kv_data_type) == (torch.bfloat16, stored)
+            tables = torch.zeros(len(kv_len_arr), int(kv_indptr.diff().max()), dtype=torch.int32)
+            for s, row in enumerate(tables):
+                pages = kv_indices[kv_indptr[s] : kv_indptr[s + 1]]
+                row[: len(pages)] = pages
+            self.batch = tables, kv_len_arr, qo_indptr, sm_scale
+
+        def run(self, q_nope, q_pe, ckv_cache, kpe_cache, out, ckv_scale=None, kpe_scale=None):
+            assert (ckv_scale, kpe_scale) == ((1.0, 1.0) if stored.itemsize == 1 else (None, None))
+            query, cache = torch.cat((q_nope, q_pe), -1), torch.cat((ckv_cache.float(), kpe_cache.float()), -1)
+            return out.copy_(reference.paged_attention(query.float(), cache, *self.batch, value_head_size=512))
+
+    mla = types.SimpleNamespace(BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper)
+    monkeypatch.setitem(sys.modules, "flashinfer", types.SimpleNamespace(mla=mla))
+    case = Case("latent", "t", ((2, 70), (1, 9)), 4, 1, cache_dtype=stored, **cases.LATENT_SIZES)
+    (inputs, _) = sets_of(case)
+    (call,) = FlashInfer().prepare([inputs])
+    want = measure.reference(inputs)
+    assert measure.relative_error(call(), want) < 5e-3
 
 
 def test_flash_mla_gets_what_its_interface_asks_for(monkeypatch):
