@@ -421,6 +421,16 @@ def test_a_provider_that_fails_has_no_speed():
     assert "us" not in broken
 
 
+@pytest.mark.slow
+def test_providers_share_the_references_of_a_case(monkeypatch):
+    computed, compute = [], measure.reference
+    monkeypatch.setattr(measure, "reference", lambda inputs: computed.append(inputs) or compute(inputs))
+    monkeypatch.setattr(measure, "inputs_of", lambda case, device: sets_of(case))
+    for record in run.attention_records(SQUARE, [PagedOps(), DenseSDPA()], CPU, CEILINGS, repeats=1):
+        assert record["us"] > 0
+    assert len(computed) == 2  # of the first and the last inputs
+
+
 def test_host_cost_and_a_single_call(monkeypatch):
     small = dataclasses.replace(SQUARE, group="host", seqs=((1, 8),))
     monkeypatch.setattr(cases, "host_case", lambda: small)
