@@ -306,6 +306,69 @@ class FlashMLA:
         return call
 
 
+class VllmTriton:
+    """vLLM's Triton kernel over the same cache: what it takes for heads that FlashAttention-3 has no kernel for."""
+
+    name = "vLLM Triton"
+    distribution = "vllm"
+    MODULE = "vllm.v1.attention.ops.triton_unified_attention"
+    PROGRAMS, SEGMENTS = 128, 16  # with fewer programs, decodes are divided into so many segments
+
+    def reasons_against(self, case: Case, device: torch.device) -> list[str]:
+        reasons = []
+        if device.type != "cuda":
+            reasons.append("runs on cuda")
+        if not is_installed("vllm"):
+            reasons.append("vllm is not installed")
+        if case.dtype == torch.float32 or case.stored != case.dtype:
+            reasons.append("float16 or bfloat16, also in the cache")
+        if case.value_head_size is not None or case.head_size <= 256:
+            reasons.append("head size: more than 256")
+        if case.captured_len is not None:
+            reasons.append("takes the longest length from the host")
+        return reasons
+
+    def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
+        case = sets[0].case
+        shape = self.PROGRAMS // case.num_kv_heads, case.num_heads, self.SEGMENTS
+        parts = {
+            "softmax_segm_output": sets[0].query.new_empty(*shape, case.head_size, dtype=torch.float32),
+            "softmax_segm_max": sets[0].query.new_empty(shape, dtype=torch.float32),
+            "softmax_segm_expsum": sets[0].query.new_empty(shape, dtype=torch.float32),
+        }
+        named = {"seq_threshold_3D": shape[0], "num_par_softmax_segments": self.SEGMENTS, **parts}
+        return [self._prepare(each, named) for each in sets]
+
+    def _prepare(self, inputs: Inputs, named: dict[str, Any]) -> Callable[[], Tensor]:
+        attend = importlib.import_module(self.MODULE).unified_attention
+        longest = [max(lengths) for lengths in zip(*inputs.case.seqs, strict=True)]  # of the queries, and of the keys
+        out = torch.empty_like(inputs.query)
+
+        def call() -> Tensor:
+            attend(
+                q=inputs.query,
+                k=inputs.kv_cache[:, 0],
+                v=inputs.kv_cache[:, 1],
+                out=out,
+                cu_seqlens_q=inputs.query_start_loc,
+                max_seqlen_q=longest[0],
+                seqused_k=inputs.seq_lens,
+                max_seqlen_k=longest[1],
+                softmax_scale=inputs.scale,
+                causal=True,
+                window_size=(-1, -1),
+                block_table=inputs.block_tables,
+                softcap=0.0,
+                q_descale=None,
+                k_descale=None,
+                v_descale=None,
+                **named,
+            )
+            return out
+
+        return call
+
+
 class VllmCpu:
     """vLLM's attention on the CPU, over the same tokens in its own layout, scheduled for these lengths."""
 
@@ -488,5 +551,5 @@ class DenseSDPA:
 
 PROVIDERS: dict[str, Provider] = {
     each.name: each
-    for each in (PagedOps(), FlashAttention3(), FlashInfer(), FlashMLA(), VllmCpu(), Flex(), DenseSDPA())
+    for each in (PagedOps(), FlashAttention3(), FlashInfer(), FlashMLA(), VllmTriton(), VllmCpu(), Flex(), DenseSDPA())
 }

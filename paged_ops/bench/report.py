@@ -14,10 +14,10 @@ from typing import Any
 Record = dict[str, Any]
 BLOCK = re.compile(r"(<!-- bench: (?P<group>[\w-]+), (?P<device>[^>]+?) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 OURS = "paged_ops"
-PEERS = ("FlashAttention-3", "FlashInfer", "FlashMLA")  # their versions are printed; the others are part of torch
+PEERS = ("FlashAttention-3", "FlashInfer", "FlashMLA", "vLLM Triton")  # whose versions are printed
 SHOWN = {"heads": "32/8", "block_size": 16}  # the cases of the plot
 DENSE = "SDPA dense"  # has no blocks, so it is not a peer
-COLOURS = ("#d1495b", "#3d7ea6", "#6a994e", "#5c677d", "#b08ea2", "#e3a857")
+COLOURS = ("#d1495b", "#3d7ea6", "#6a994e", "#5c677d", "#3f3f74", "#b08ea2", "#e3a857")
 COLOUR_OF = dict(zip((OURS, *PEERS, "FlexAttention", DENSE), COLOURS, strict=True))
 # The table of README: description, group, heads, case.
 SUMMARY = (

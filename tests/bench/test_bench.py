@@ -25,6 +25,7 @@ from paged_ops.bench.providers import (
     Flex,
     PagedOps,
     VllmCpu,
+    VllmTriton,
 )
 from paged_ops.fp8 import dequantise_rows
 
@@ -335,6 +336,34 @@ def test_flash_attention_gets_what_its_interface_asks_for(monkeypatch):
     assert measure.relative_error(call(), measure.reference(inputs)) < 1e-5
 
 
+def test_vllm_on_a_gpu_gets_what_its_interface_asks_for(monkeypatch):
+    """Its own arguments by its own names; a stand-in computes."""
+    case = dataclasses.replace(RAGGED, head_size=512, dtype=torch.bfloat16)
+
+    def unified_attention(
+        q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal, window_size,
+        block_table, softcap, q_descale, k_descale, v_descale, seq_threshold_3D=None, num_par_softmax_segments=None,
+        softmax_segm_output=None, softmax_segm_max=None, softmax_segm_expsum=None,
+    ):  # fmt: skip
+        assert (max_seqlen_q, max_seqlen_k) == tuple(map(max, zip(*case.seqs, strict=True)))
+        assert (causal, window_size, softcap) == (True, (-1, -1), 0.0)
+        assert (q_descale, k_descale, v_descale) == (None, None, None)
+        shape = (seq_threshold_3D, case.num_heads, num_par_softmax_segments)
+        assert (seq_threshold_3D, num_par_softmax_segments) == (128 // case.num_kv_heads, 16)
+        assert softmax_segm_output.shape == (*shape, 512)
+        assert softmax_segm_max.shape == softmax_segm_expsum.shape == shape
+        kv_cache = torch.stack((k, v), 1).float()
+        out.copy_(reference.paged_attention(q.float(), kv_cache, block_table, seqused_k, cu_seqlens_q, softmax_scale))
+
+    for name in ("vllm", *(VllmTriton.MODULE.rsplit(".", n)[0] for n in range(VllmTriton.MODULE.count(".")))):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(unified_attention=unified_attention))
+    assert not VllmTriton().reasons_against(case, torch.device("cuda"))
+    assert VllmTriton().reasons_against(dataclasses.replace(case, head_size=256), torch.device("cuda"))
+    (inputs, _) = sets_of(case)
+    (call,) = VllmTriton().prepare([inputs])
+    assert measure.relative_error(call(), measure.reference(inputs)) < 5e-3
+
+
 def test_vllm_on_the_cpu_gets_what_its_interface_asks_for(monkeypatch):
     """Its own arguments by its own names; a stand-in computes."""
     case, schedules = dataclasses.replace(RAGGED, head_size=32), []
@@ -525,6 +554,7 @@ def test_providers_are_found_by_name():
         "FlashAttention-3",
         "FlashInfer",
         "FlashMLA",
+        "vLLM Triton",
         "vLLM CPU",
         "FlexAttention",
         "SDPA dense",
