@@ -612,6 +612,10 @@ def test_cases_in_which_a_peer_was_faster():
     text = report.table([*BESIDE, dense], "Some GPU", "behind", {})
     assert text.startswith("Cases with a peer in the same run: 1. Not behind by more than 1%: 0.")
     assert "| decode | 32/8 | 1x8 | 2.0 | 1.9 (FlashInfer) | 5% |" in text
+    words = "paged_ops is ahead of the fastest library measured in the same run, or within 1% of it,"
+    text = report.table(BESIDE, "Some GPU", "count", {})
+    assert text == f"On one Some GPU, {words} in 0 of 1 cases. In the others it is behind by at most 5%.\n"
+    assert report.table(RECORDS, "Some GPU", "count", {}).startswith("No peer was measured")
     assert "No peer" in report.table(RECORDS, "Some GPU", "behind", {}), "it was in another run"
 
 
