@@ -2,7 +2,8 @@
 
 A provider is a class with a name, reasons why it does not serve a case, and ``prepare``, which makes one call per set
 of inputs. Plans, masks, and other layouts of the same data are made there, and are not timed.
-To add a provider, write such a class and add it to ``PROVIDERS``.
+To add a provider, write such a class and add it to ``PROVIDERS``. Longer than 500 lines: one class per implementation,
+which share the helpers.
 """
 
 from __future__ import annotations
