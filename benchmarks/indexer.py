@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 import paged_ops
-from paged_ops.bench.measure import Replay, _reader, device_name
+from paged_ops.bench.measure import Replay, _reader
+from paged_ops.bench.run import about
 
 HEADS, SIZE, BLOCK = 64, 128, 64
 FORMATS = {"bfloat16": None, "fp8_ds_index": "fp8_ds_index"}
@@ -75,6 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--divide", type=int, default=1, help="Divide lengths and k, to try it on a CPU.")
+    parser.add_argument("--commit", help="in the records; by default from git")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device, lines = torch.device(options.device), []
@@ -82,7 +84,7 @@ def main() -> None:
         for name in FORMATS:
             sizes = (max(1, q_len // options.divide), n // options.divide, 2048 // options.divide)
             found = row(name, S, *sizes, device)
-            lines.append(json.dumps({"device": device_name(device), "torch": torch.__version__, **found}))
+            lines.append(json.dumps({**about(device, options.commit), **found}))
             print(lines[-1], flush=True)
     if options.out:
         options.out.write_text("\n".join(lines) + "\n")

@@ -211,8 +211,15 @@ def verify(replay: Replay, sets: Sequence[Inputs], reference_of: Callable[[int],
     return max(errors)
 
 
-def measure(calls: Sequence[Call], sets: Sequence[Inputs], ceilings: Ceilings, repeats: int = 30) -> dict[str, Any]:
-    """Time the calls of a provider, one for each set of inputs, after their results were verified.
+def measure(
+    calls: Sequence[Call],
+    sets: Sequence[Inputs],
+    ceilings: Ceilings,
+    repeats: int = 30,
+    reference_of: Callable[[int], Tensor] | None = None,
+) -> dict[str, Any]:
+    """Time the calls of a provider, one for each set of inputs, after their results were verified. ``reference_of``: a
+    set's reference by its number, where it is known.
 
     Returns:
         ``us`` of one call, ``us_twice`` as measured the first and the second time, ``error``, ``floor_us``, ``percent``
@@ -230,7 +237,7 @@ def measure(calls: Sequence[Call], sets: Sequence[Inputs], ceilings: Ceilings, r
     replay = Replay(calls, device)
     for each in sets:
         each.seq_lens.copy_(true_lens)
-    error = verify(replay, sets)
+    error = verify(replay, sets, reference_of)
     bursts = device.type == "cuda" and ceilings.is_compute_bound(case)
     rest = REST_SECONDS if bursts else 0.0
     twice = [replay.median_us(repeats, rest) for _ in range(2)]

@@ -2,7 +2,8 @@
 
 A provider is a class with a name, reasons why it does not serve a case, and ``prepare``, which makes one call per set
 of inputs. Plans, masks, and other layouts of the same data are made there, and are not timed.
-To add a provider, write such a class and add it to ``PROVIDERS``.
+To add a provider, write such a class and add it to ``PROVIDERS``. Longer than 500 lines: one class per implementation,
+which share the helpers.
 """
 
 from __future__ import annotations
@@ -93,8 +94,13 @@ class FlashInfer:
             reasons.append("a plan is made for fixed lengths")
         if case.dtype == torch.float32:
             reasons.append("no float32")
-        if case.value_head_size is not None or case.head_size not in (64, 128, 256):
-            reasons.append("head size: 64, 128 or 256")
+        sizes = case.head_size, case.value_head_size
+        if sizes not in ((64, None), (128, None), (256, None), (576, 512)):
+            reasons.append("head size: 64, 128 or 256, or latents of 512 + 64")
+        if case.latent and case.stored not in (torch.float16, torch.bfloat16, torch.float8_e4m3fn):
+            reasons.append("latents: float16, bfloat16 or e4m3")
+        if case.selected:
+            reasons.append("all keys")
         return reasons
 
     def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
@@ -114,6 +120,8 @@ class FlashInfer:
         blocks = [-(-seq_len // case.block_size) for _, seq_len in case.seqs]
         indptr = torch.tensor([0, *itertools.accumulate(blocks)], dtype=torch.int32)
         indices = torch.cat([row[:count] for row, count in zip(inputs.block_tables, blocks, strict=True)])
+        if case.latent:
+            return self._prepare_latents(inputs, workspace, indptr.to(device), indices)
         last = torch.tensor([(n - 1) % case.block_size + 1 for _, n in case.seqs], dtype=torch.int32)
         types = {"q_data_type": case.dtype, "kv_data_type": case.stored, "sm_scale": inputs.scale}
         heads, rest = (case.num_heads, case.num_kv_heads, case.head_size), (case.block_size,)
@@ -129,6 +137,36 @@ class FlashInfer:
         plan()
         out = torch.empty_like(inputs.query, device=device)
         return plan, functools.partial(wrapper.run, inputs.query, inputs.kv_cache, out=out)
+
+    def _prepare_latents(
+        self, inputs: Inputs, workspace: Tensor, indptr: Tensor, indices: Tensor
+    ) -> tuple[Callable[[], object], Callable[[], Tensor]]:
+        import flashinfer
+
+        case = inputs.case
+        sizes = case.value_size, case.head_size - case.value_size  # latents, rotated
+        wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace)
+        plan = functools.partial(
+            wrapper.plan,
+            qo_indptr=inputs.query_start_loc,
+            kv_indptr=indptr,
+            kv_indices=indices,
+            kv_len_arr=inputs.seq_lens,
+            num_heads=case.num_heads,
+            head_dim_ckv=sizes[0],
+            head_dim_kpe=sizes[1],
+            page_size=case.block_size,
+            causal=True,
+            sm_scale=inputs.scale,
+            q_data_type=case.dtype,
+            kv_data_type=case.stored,
+        )
+        plan()
+        parts = (*inputs.query.split(sizes, -1), *inputs.kv_cache.split(sizes, -1))
+        named = dict(zip(("q_nope", "q_pe", "ckv_cache", "kpe_cache"), parts, strict=True))
+        scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if case.stored.itemsize == 1 else {}
+        out = inputs.query.new_empty(*inputs.query.shape[:2], case.value_size)
+        return plan, functools.partial(wrapper.run, **named, **scales, out=out)
 
 
 class FlashAttention3:
@@ -266,6 +304,69 @@ class FlashMLA:
             return out
 
         call()  # some versions finish the plan here
+        return call
+
+
+class VllmTriton:
+    """vLLM's Triton kernel over the same cache: what it takes for heads that FlashAttention-3 has no kernel for."""
+
+    name = "vLLM Triton"
+    distribution = "vllm"
+    MODULE = "vllm.v1.attention.ops.triton_unified_attention"
+    PROGRAMS, SEGMENTS = 128, 16  # with fewer programs, decodes are divided into so many segments
+
+    def reasons_against(self, case: Case, device: torch.device) -> list[str]:
+        reasons = []
+        if device.type != "cuda":
+            reasons.append("runs on cuda")
+        if not is_installed("vllm"):
+            reasons.append("vllm is not installed")
+        if case.dtype == torch.float32 or case.stored != case.dtype:
+            reasons.append("float16 or bfloat16, also in the cache")
+        if case.value_head_size is not None or case.head_size <= 256:
+            reasons.append("head size: more than 256")
+        if case.captured_len is not None:
+            reasons.append("takes the longest length from the host")
+        return reasons
+
+    def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
+        case = sets[0].case
+        shape = self.PROGRAMS // case.num_kv_heads, case.num_heads, self.SEGMENTS
+        parts = {
+            "softmax_segm_output": sets[0].query.new_empty(*shape, case.head_size, dtype=torch.float32),
+            "softmax_segm_max": sets[0].query.new_empty(shape, dtype=torch.float32),
+            "softmax_segm_expsum": sets[0].query.new_empty(shape, dtype=torch.float32),
+        }
+        named = {"seq_threshold_3D": shape[0], "num_par_softmax_segments": self.SEGMENTS, **parts}
+        return [self._prepare(each, named) for each in sets]
+
+    def _prepare(self, inputs: Inputs, named: dict[str, Any]) -> Callable[[], Tensor]:
+        attend = importlib.import_module(self.MODULE).unified_attention
+        longest = [max(lengths) for lengths in zip(*inputs.case.seqs, strict=True)]  # of the queries, and of the keys
+        out = torch.empty_like(inputs.query)
+
+        def call() -> Tensor:
+            attend(
+                q=inputs.query,
+                k=inputs.kv_cache[:, 0],
+                v=inputs.kv_cache[:, 1],
+                out=out,
+                cu_seqlens_q=inputs.query_start_loc,
+                max_seqlen_q=longest[0],
+                seqused_k=inputs.seq_lens,
+                max_seqlen_k=longest[1],
+                softmax_scale=inputs.scale,
+                causal=True,
+                window_size=(-1, -1),
+                block_table=inputs.block_tables,
+                softcap=0.0,
+                q_descale=None,
+                k_descale=None,
+                v_descale=None,
+                **named,
+            )
+            return out
+
         return call
 
 
@@ -451,5 +552,5 @@ class DenseSDPA:
 
 PROVIDERS: dict[str, Provider] = {
     each.name: each
-    for each in (PagedOps(), FlashAttention3(), FlashInfer(), FlashMLA(), VllmCpu(), Flex(), DenseSDPA())
+    for each in (PagedOps(), FlashAttention3(), FlashInfer(), FlashMLA(), VllmTriton(), VllmCpu(), Flex(), DenseSDPA())
 }

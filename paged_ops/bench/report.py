@@ -14,10 +14,10 @@ from typing import Any
 Record = dict[str, Any]
 BLOCK = re.compile(r"(<!-- bench: (?P<group>[\w-]+), (?P<device>[^>]+?) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 OURS = "paged_ops"
-PEERS = ("FlashAttention-3", "FlashInfer", "FlashMLA")  # their versions are printed; the others are part of torch
+PEERS = ("FlashAttention-3", "FlashInfer", "FlashMLA", "vLLM Triton")  # whose versions are printed
 SHOWN = {"heads": "32/8", "block_size": 16}  # the cases of the plot
 DENSE = "SDPA dense"  # has no blocks, so it is not a peer
-COLOURS = ("#d1495b", "#3d7ea6", "#6a994e", "#5c677d", "#b08ea2", "#e3a857")
+COLOURS = ("#d1495b", "#3d7ea6", "#6a994e", "#5c677d", "#3f3f74", "#b08ea2", "#e3a857")
 COLOUR_OF = dict(zip((OURS, *PEERS, "FlexAttention", DENSE), COLOURS, strict=True))
 # The table of README: description, group, heads, case.
 SUMMARY = (
@@ -70,6 +70,8 @@ def table(records: Sequence[Record], device: str, group: str, others: dict[tuple
         return _summary_table(records, device)
     if group == "behind":
         return _behind_table(records, device)
+    if group == "count":
+        return _count(records, device)
     chosen = latest(records, device, group)
     if not chosen:
         return f"No records of {group} on {device} yet.\n"
@@ -144,24 +146,43 @@ def _others(row: dict[str, Record]) -> list[Record]:
     return [each for provider, each in row.items() if provider != OURS]
 
 
-def _behind_table(records: Sequence[Record], device: str) -> str:
-    """The cases that a peer won in the same run, the worst first."""
+def _behind(
+    records: Sequence[Record], device: str
+) -> tuple[dict[tuple[str, str, str], tuple[Record, Record]], dict[tuple[str, str, str], float]]:
+    """This package's and the fastest other record of each case with a peer in the same run; and by how much this
+    package is behind, where that is more than 1%, the worst first."""
     groups = dict.fromkeys(record["group"] for record in records if record["device"] == device)
     by_case = _by_case(
         each for group in groups if group != "host" for each in latest(records, device, group) if "provider" in each
     )
     compared = {case: (row[OURS], _peers(row)[0]) for case, row in by_case.items() if OURS in row and _peers(row)}
-    behind = {case: ours["us"] / peer["us"] - 1 for case, (ours, peer) in compared.items()}
-    behind = {case: share for case, share in behind.items() if share > BEHIND}
+    shares = {case: ours["us"] / peer["us"] - 1 for case, (ours, peer) in compared.items()}
+    return compared, {case: shares[case] for case in sorted(shares, key=lambda c: -shares[c]) if shares[case] > BEHIND}
+
+
+def _count(records: Sequence[Record], device: str) -> str:
+    """How often this package is not behind, as a sentence."""
+    compared, behind = _behind(records, device)
+    if not compared:
+        return f"No peer was measured in the same run as paged_ops on {device} yet.\n"
+    good, most = len(compared) - len(behind), max(behind.values(), default=0.0)
+    rest = f" In the others it is behind by at most {most:.0%}." if behind else ""
+    words = "paged_ops is ahead of the fastest library measured in the same run, or within 1% of it,"
+    return f"On one {device}, {words} in {good} of {len(compared)} cases.{rest}\n"
+
+
+def _behind_table(records: Sequence[Record], device: str) -> str:
+    """The cases that a peer won in the same run, the worst first."""
+    compared, behind = _behind(records, device)
     if not compared:
         return f"No peer was measured in the same run as paged_ops on {device} yet.\n"
     good = len(compared) - len(behind)
     lines = [f"Cases with a peer in the same run: {len(compared)}. Not behind by more than 1%: {good}."]
     if behind:
         lines += ["", "| group | heads | case | paged_ops | fastest other | behind by |", "|---" * 6 + "|"]
-    for case in sorted(behind, key=behind.__getitem__, reverse=True):
+    for case, share in behind.items():
         ours, peer = compared[case]
-        cells = (*case, _number(ours["us"]), f"{_number(peer['us'])} ({peer['provider']})", f"{behind[case]:.0%}")
+        cells = (*case, _number(ours["us"]), f"{_number(peer['us'])} ({peer['provider']})", f"{share:.0%}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n" + _source([each for pair in compared.values() for each in pair])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 import importlib.metadata
 import subprocess
@@ -87,10 +88,11 @@ def attention_records(
     if not able:
         return
     sets = measure.inputs_of(case, device)
+    reference_of = functools.cache(lambda n: measure.reference(sets[n]))
     for provider in able:
         record = {**describe(case), "provider": provider.name, "provider_version": provider_version(provider)}
         try:
-            yield {**record, **measure.measure(provider.prepare(sets), sets, ceilings, repeats)}
+            yield {**record, **measure.measure(provider.prepare(sets), sets, ceilings, repeats, reference_of)}
         except Exception as error:
             yield {**record, "failed": f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]}
         gc.collect()

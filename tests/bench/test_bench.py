@@ -25,6 +25,7 @@ from paged_ops.bench.providers import (
     Flex,
     PagedOps,
     VllmCpu,
+    VllmTriton,
 )
 from paged_ops.fp8 import dequantise_rows
 
@@ -188,8 +189,44 @@ def test_reasons_are_given():
     assert DenseSDPA().reasons_against(RAGGED, CPU)
     assert "keys and values of one size, not shared" in DenseSDPA().reasons_against(LATENT, CPU)
     assert "latents of 512 + 64 in blocks of 64" in FlashMLA().reasons_against(LATENT, torch.device("cuda"))
-    assert "head size: 64, 128 or 256" in FlashInfer().reasons_against(SQUARE, CPU)
+    assert "head size: 64, 128 or 256, or latents of 512 + 64" in FlashInfer().reasons_against(SQUARE, CPU)
+    rows = dataclasses.replace(SELECTED, cache_dtype=torch.uint8, kv_cache_dtype="fp8_ds_mla")
+    assert {"all keys", "latents: float16, bfloat16 or e4m3"} <= {*FlashInfer().reasons_against(rows, CPU)}
     assert FlashAttention3().reasons_against(SQUARE, CPU)[0] == "runs on Hopper"
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn])
+def test_flashinfer_gets_latents_as_its_interface_asks_for(monkeypatch, stored):
+    """Its own arguments by its own names; a stand-in computes."""
+
+    class BatchMLAPagedAttentionWrapper:
+        def __init__(self, float_workspace_buffer):
+            assert float_workspace_buffer.dtype == torch.uint8
+
+        def plan(
+            self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe, page_size,
+            causal, sm_scale, q_data_type, kv_data_type,
+        ):  # fmt: skip
+            assert (num_heads, head_dim_ckv, head_dim_kpe, page_size, causal) == (4, 512, 64, 16, True)
+            assert (q_data_type, kv_data_type) == (torch.bfloat16, stored)
+            tables = torch.zeros(len(kv_len_arr), int(kv_indptr.diff().max()), dtype=torch.int32)
+            for s, row in enumerate(tables):
+                pages = kv_indices[kv_indptr[s] : kv_indptr[s + 1]]
+                row[: len(pages)] = pages
+            self.batch = tables, kv_len_arr, qo_indptr, sm_scale
+
+        def run(self, q_nope, q_pe, ckv_cache, kpe_cache, out, ckv_scale=None, kpe_scale=None):
+            assert (ckv_scale, kpe_scale) == ((1.0, 1.0) if stored.itemsize == 1 else (None, None))
+            query, cache = torch.cat((q_nope, q_pe), -1), torch.cat((ckv_cache.float(), kpe_cache.float()), -1)
+            return out.copy_(reference.paged_attention(query.float(), cache, *self.batch, value_head_size=512))
+
+    mla = types.SimpleNamespace(BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper)
+    monkeypatch.setitem(sys.modules, "flashinfer", types.SimpleNamespace(mla=mla))
+    case = Case("latent", "t", ((2, 70), (1, 9)), 4, 1, cache_dtype=stored, **cases.LATENT_SIZES)
+    (inputs, _) = sets_of(case)
+    (call,) = FlashInfer().prepare([inputs])
+    want = measure.reference(inputs)
+    assert measure.relative_error(call(), want) < 5e-3
 
 
 def test_flash_mla_gets_what_its_interface_asks_for(monkeypatch):
@@ -299,6 +336,34 @@ def test_flash_attention_gets_what_its_interface_asks_for(monkeypatch):
     assert measure.relative_error(call(), measure.reference(inputs)) < 1e-5
 
 
+def test_vllm_on_a_gpu_gets_what_its_interface_asks_for(monkeypatch):
+    """Its own arguments by its own names; a stand-in computes."""
+    case = dataclasses.replace(RAGGED, head_size=512, dtype=torch.bfloat16)
+
+    def unified_attention(
+        q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal, window_size,
+        block_table, softcap, q_descale, k_descale, v_descale, seq_threshold_3D=None, num_par_softmax_segments=None,
+        softmax_segm_output=None, softmax_segm_max=None, softmax_segm_expsum=None,
+    ):  # fmt: skip
+        assert (max_seqlen_q, max_seqlen_k) == tuple(map(max, zip(*case.seqs, strict=True)))
+        assert (causal, window_size, softcap) == (True, (-1, -1), 0.0)
+        assert (q_descale, k_descale, v_descale) == (None, None, None)
+        shape = (seq_threshold_3D, case.num_heads, num_par_softmax_segments)
+        assert (seq_threshold_3D, num_par_softmax_segments) == (128 // case.num_kv_heads, 16)
+        assert softmax_segm_output.shape == (*shape, 512)
+        assert softmax_segm_max.shape == softmax_segm_expsum.shape == shape
+        kv_cache = torch.stack((k, v), 1).float()
+        out.copy_(reference.paged_attention(q.float(), kv_cache, block_table, seqused_k, cu_seqlens_q, softmax_scale))
+
+    for name in ("vllm", *(VllmTriton.MODULE.rsplit(".", n)[0] for n in range(VllmTriton.MODULE.count(".")))):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(unified_attention=unified_attention))
+    assert not VllmTriton().reasons_against(case, torch.device("cuda"))
+    assert VllmTriton().reasons_against(dataclasses.replace(case, head_size=256), torch.device("cuda"))
+    (inputs, _) = sets_of(case)
+    (call,) = VllmTriton().prepare([inputs])
+    assert measure.relative_error(call(), measure.reference(inputs)) < 5e-3
+
+
 def test_vllm_on_the_cpu_gets_what_its_interface_asks_for(monkeypatch):
     """Its own arguments by its own names; a stand-in computes."""
     case, schedules = dataclasses.replace(RAGGED, head_size=32), []
@@ -383,6 +448,16 @@ def test_a_provider_that_fails_has_no_speed():
     assert ours["heads"] == "8/2"
     assert broken["failed"] == "RuntimeError: does not"
     assert "us" not in broken
+
+
+@pytest.mark.slow
+def test_providers_share_the_references_of_a_case(monkeypatch):
+    computed, compute = [], measure.reference
+    monkeypatch.setattr(measure, "reference", lambda inputs: computed.append(inputs) or compute(inputs))
+    monkeypatch.setattr(measure, "inputs_of", lambda case, device: sets_of(case))
+    for record in run.attention_records(SQUARE, [PagedOps(), DenseSDPA()], CPU, CEILINGS, repeats=1):
+        assert record["us"] > 0
+    assert len(computed) == 2  # of the first and the last inputs
 
 
 def test_host_cost_and_a_single_call(monkeypatch):
@@ -479,6 +554,7 @@ def test_providers_are_found_by_name():
         "FlashAttention-3",
         "FlashInfer",
         "FlashMLA",
+        "vLLM Triton",
         "vLLM CPU",
         "FlexAttention",
         "SDPA dense",
@@ -536,6 +612,10 @@ def test_cases_in_which_a_peer_was_faster():
     text = report.table([*BESIDE, dense], "Some GPU", "behind", {})
     assert text.startswith("Cases with a peer in the same run: 1. Not behind by more than 1%: 0.")
     assert "| decode | 32/8 | 1x8 | 2.0 | 1.9 (FlashInfer) | 5% |" in text
+    words = "paged_ops is ahead of the fastest library measured in the same run, or within 1% of it,"
+    text = report.table(BESIDE, "Some GPU", "count", {})
+    assert text == f"On one Some GPU, {words} in 0 of 1 cases. In the others it is behind by at most 5%.\n"
+    assert report.table(RECORDS, "Some GPU", "count", {}).startswith("No peer was measured")
     assert "No peer" in report.table(RECORDS, "Some GPU", "behind", {}), "it was in another run"
 
 

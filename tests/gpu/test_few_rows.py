@@ -13,7 +13,10 @@ SIZES = (  # outputs, inputs and dtype; the last has no kernel
 # Whether there is a norm, a residual and a gate, and whether the weight is constant.
 PARTS = ((False, False, False, True), (True, False, True, True), (False, True, False, True), (True, True, True, False))
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
+]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
