@@ -35,6 +35,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense, fp8, invariant_decode, invariant_fp8, mixed, shares
 from paged_ops.lowerings.gpu.attention.hopper import invariant_beside as beside
+from paged_ops.lowerings.gpu.attention.hopper import invariant_few as few_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
 from paged_ops.lowerings.gpu.attention.hopper.invariant_items import scheduler
@@ -60,7 +61,8 @@ SIZES = (64, 64), (128, 128)  # head sizes that were run on a GPU
 SEGMENT, SHORTEST, FEW_HEADS = 4096, 1024, 4  # keys, keys, key/value heads: see segment_of
 SEGMENTS, FEWEST_SEGMENTS = 128, 16  # at most, of a long row: about so many in all key/value heads, and in one
 LEAD = 8  # Plan.lead
-# Of invariant_decode_kernel: the most query rows, and the programs per multiprocessor if sequences are many.
+# Of invariant_decode_kernel and invariant_few_kernel: the most query rows; and, of the first, the programs per
+# multiprocessor if sequences are many.
 MOST_FEW, PROGRAMS = 16, 2
 WORKSPACE = 16 << 20  # of states of segments, in float32s
 COUNTERS = 4
@@ -115,10 +117,11 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
         return "scale: expected a positive number"
     rows, same = tuning.rows_of(shapes.T, shapes.S, spec.G)
     M = WARPGROUP.value if same or shapes.T <= shapes.S else 2 * WARPGROUP.value
-    if same and shapes.T > shapes.S:  # few numbers of rows, so that few kernels serve all such batches
-        rows = next((most for most in (8, MOST_FEW) if rows <= most and is_fp8(spec)), WARPGROUP.value)
-    division = tuning.division(min(rows, WARPGROUP.value), shapes.S)
     loads = loads_of(spec, shapes)
+    if same and shapes.T > shapes.S:  # few numbers of rows, so that few kernels serve all such batches
+        few = is_fp8(spec) or loads == 2
+        rows = next((most for most in (8, MOST_FEW) if rows <= most and few), WARPGROUP.value)
+    division = tuning.division(min(rows, WARPGROUP.value), shapes.S)
     prompts = loads == 2 and M > WARPGROUP.value and not is_fp8(spec)
     decoders = prompts and beside.takes(spec, target, shapes.T, shapes.S)
     return M, loads, division._replace(times=0), shapes.S, decoders
@@ -221,6 +224,10 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     many = are_many(spec, S, target)
     few = decodes(spec, rows) and (alone or many)
     everyone = few and alone
+    keys_first = alone and tma and not is_fp8(spec) and rows <= MOST_FEW
+    if keys_first:
+        shape = few_rows.shape_of(spec, rows, target.shared_memory)
+        division = division._replace(at_once=min(division.at_once, few_rows.SEQUENCES))
     beside_rows = beside.ROWS if decoders else rows if few else 0
     plan = Plan(division, cuts, LEAD, beside_rows, everyone)
     programs = PROGRAMS if many else 1
@@ -233,6 +240,9 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         halves = beside.decode_shape(spec, shape, target.shared_memory)
         more = {"DECODES": halves}
         described = [*filter(None, described), *mixed.chunk_descriptors(spec, halves.page)]
+    elif keys_first:
+        kernel, described = few_rows.invariant_few_kernel, [*filter(None, described)]
+        more = {"AHEAD": few_rows.AHEAD, "EARLY": few_rows.EARLY, "maxnreg": few_rows.MAXNREG}
     read = spec
     if are_copied(spec):
         D = spec.k_side.size
@@ -349,12 +359,10 @@ def invariant_zero_kernel(
 
 
 @triton.jit
-def load_state(tensors, place, e, there, Dv: tl.constexpr):
-    """Begin to load elements ``e`` of the state whose first row is ``place``: the maximum, the sum of weights, and the
-    sums of values."""
-    pairs = tensors.part_lse.to(tl.pointer_type(tl.int64)) + place
-    pair = tl.load(pairs + e // Dv, mask=there, other=NOTHING)
-    part = tl.load(tensors.parts + place * Dv + e, mask=there, other=0.0)
+def load_state(pairs, parts, there):
+    """Begin to load elements of a state: the maximum and the sum of weights of their rows, and the sums of values."""
+    pair = tl.load(pairs, mask=there, other=NOTHING)
+    part = tl.load(parts, mask=there, other=0.0)
     return pair.to(tl.int32).to(tl.float32, bitcast=True), (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True), part
 
 
@@ -384,22 +392,25 @@ def invariant_states_kernel(
     row_start = tl.load(tensors.query_start_loc + s)
     row_end = tl.load(tensors.query_start_loc + s + 1)
     seq_len = tl.load(tensors.seq_lens + s)
-    before = 0  # segments of the sequences before s
-    total = 0
-    for start in range(0, S, DIVISION.at_once):
-        s_ = start + tl.arange(0, DIVISION.at_once)
-        live = s_ < S
-        row_ = tl.load(tensors.query_start_loc + s_, mask=live, other=0)
-        q_ = tl.load(tensors.query_start_loc + s_ + 1, mask=live, other=0) - row_
-        _, units_, _ = segments_of(
-            q_, tl.load(tensors.seq_lens + s_, mask=live, other=0), G, TOKENS, DIVISION.rows, CUTS, TILE.N
-        )  # fmt: skip
-        units_ = tl.where(live, units_, 0)
-        total += tl.sum(units_)
-        before += tl.sum(tl.where(s_ < s, units_, 0))
     q_len = row_end - row_start
     _segment, units, _whole = segments_of(q_len, seq_len, G, TOKENS, DIVISION.rows, CUTS, TILE.N)
     store_padding(tensors, first_free + p, T, tl.num_programs(0), tl.arange(0, 1), tl.arange(0, Dv), SPEC.heads, Dv)
+    # Decoders store the states of sequences with one segment, too.
+    folds = (units > 0) & ((units > 1) | (q_len * G <= PLAN.beside))
+    before = 0  # segments of the sequences before s
+    total = 0
+    if folds:
+        for start in range(0, S, DIVISION.at_once):
+            s_ = start + tl.arange(0, DIVISION.at_once)
+            live = s_ < S
+            row_ = tl.load(tensors.query_start_loc + s_, mask=live, other=0)
+            q_ = tl.load(tensors.query_start_loc + s_ + 1, mask=live, other=0) - row_
+            _, units_, _ = segments_of(
+                q_, tl.load(tensors.seq_lens + s_, mask=live, other=0), G, TOKENS, DIVISION.rows, CUTS, TILE.N
+            )  # fmt: skip
+            units_ = tl.where(live, units_, 0)
+            total += tl.sum(units_)
+            before += tl.sum(tl.where(s_ < s, units_, 0))
     of_values = 1.0
     if tensors.v_scale is not None:
         of_values = tl.load(tensors.v_scale)
@@ -408,8 +419,7 @@ def invariant_states_kernel(
     if p == 0:
         if tensors.arrived is not None:
             tl.store(tensors.arrived + tl.arange(0, 4), 0)
-    # Decoders store the states of sequences with one segment, too.
-    if (units > 0) & ((units > 1) | (q_len * G <= PLAN.beside)) & (total * K <= CUTS.states):
+    if folds & (total * K <= CUTS.states):
         for begin in range(p % sharing * ELEMENTS, q_len * (G * Dv), sharing * ELEMENTS):
             e = begin + tl.arange(0, ELEMENTS)
             row = e // Dv
@@ -418,10 +428,14 @@ def invariant_states_kernel(
             m = acc + LEAST
             l = acc
             for newest in range(units - 1, -1, -AT_ONCE):
+                place = ((before + newest) * K + kh).to(tl.int64) * CUTS.rows
+                pairs = tensors.part_lse.to(tl.pointer_type(tl.int64)) + place + row
+                parts = tensors.parts + place * Dv + e
                 states: tl.tuple = ()
                 for n in tl.static_range(AT_ONCE):  # all loads are under way before the first is needed
-                    place = ((before + newest - n) * K + kh).to(tl.int64) * CUTS.rows
-                    states += (load_state(tensors, place, e, live & (newest >= n), Dv),)
+                    # Offsets from one place are constants, which cost no instruction.
+                    to = n * (K * CUTS.rows)
+                    states += (load_state(pairs - to, parts - to * Dv, live & (newest >= n)),)
                 tl.debug_barrier()  # else ptxas would move the loads to their uses, one after the other
                 for n in tl.static_range(AT_ONCE):
                     m_part, l_part, part = states[n]
