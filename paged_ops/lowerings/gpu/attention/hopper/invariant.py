@@ -69,6 +69,7 @@ COUNTERS = 4
 NOTHING = tl.constexpr(0xFF800000)  # a pair of -inf and 0.0
 # Of invariant_states_kernel, see fold_of.
 FEW_UNITS, AT_ONCE, AT_ONCE_OF_FEW = 32, 8, 32
+SOME, WAITS = 8, False
 MERGING = 32  # programs per multiprocessor
 # Names of spec.needs.
 APPLIES = frozenset({"causal", "lse", "batch_invariant", "float16", "bfloat16"})
@@ -92,6 +93,8 @@ class Fold(NamedTuple):
 
     elements: int  # of a state, row after row
     at_once: int  # states that are loaded before the first is needed
+    some: int  # of them, that are folded without a test whether there are so many
+    all_wait: bool = False
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
@@ -196,7 +199,8 @@ def addressable(spec: Spec) -> Spec:
 def fold_of(units: int) -> Fold:
     """Of the states of so many sequences and key/value heads. A fold takes as long as its loads, so few units are
     divided among many programs."""
-    return Fold(32, AT_ONCE_OF_FEW) if units <= FEW_UNITS else Fold(128, AT_ONCE)
+    elements, at_once = (32, AT_ONCE_OF_FEW) if units <= FEW_UNITS else (128, AT_ONCE)
+    return Fold(elements, at_once, min(SOME, at_once), WAITS)
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
@@ -242,7 +246,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         described = [*filter(None, described), *mixed.chunk_descriptors(spec, halves.page)]
     elif keys_first:
         kernel, described = few_rows.invariant_few_kernel, [*filter(None, described)]
-        more = {"AHEAD": few_rows.AHEAD, "EARLY": few_rows.EARLY, "maxnreg": few_rows.MAXNREG}
+        more = {}
     read = spec
     if are_copied(spec):
         D = spec.k_side.size
@@ -382,6 +386,7 @@ def invariant_states_kernel(
     CUTS: tl.constexpr = PLAN.cuts
     ELEMENTS: tl.constexpr = FOLD.elements
     AT_ONCE: tl.constexpr = FOLD.at_once
+    SOME: tl.constexpr = FOLD.some
     p = tl.program_id(0)
     sharing = tl.num_programs(0) // (S * K)  # programs that share a state
     unit = p // sharing
@@ -415,7 +420,9 @@ def invariant_states_kernel(
     if tensors.v_scale is not None:
         of_values = tl.load(tensors.v_scale)
     if PDL:
-        gdc_wait()
+        # If the first one waits, so does the next kernel.
+        if folds | (p == 0) | FOLD.all_wait:
+            gdc_wait()
     if p == 0:
         if tensors.arrived is not None:
             tl.store(tensors.arrived + tl.arange(0, 4), 0)
@@ -437,13 +444,15 @@ def invariant_states_kernel(
                     to = n * (K * CUTS.rows)
                     states += (load_state(pairs - to, parts - to * Dv, live & (newest >= n)),)
                 tl.debug_barrier()  # else ptxas would move the loads to their uses, one after the other
-                for n in tl.static_range(AT_ONCE):
-                    m_part, l_part, part = states[n]
-                    m_new, decay, weight = fold_weights(m, m_part)
-                    takes = m_part > LEAST
-                    acc = tl.where(takes, tl.fma(acc, decay, part * weight), acc)
-                    l = tl.where(takes, tl.fma(l, decay, l_part * weight), l)
-                    m = m_new
+                for first in tl.static_range(0, AT_ONCE, SOME):
+                    if newest >= first:
+                        for n in tl.static_range(first, first + SOME):
+                            m_part, l_part, part = states[n]
+                            m_new, decay, weight = fold_weights(m, m_part)
+                            takes = m_part > LEAST
+                            acc = tl.where(takes, tl.fma(acc, decay, part * weight), acc)
+                            l = tl.where(takes, tl.fma(l, decay, l_part * weight), l)
+                            m = m_new
             seen = l != 0.0
             share = tl.where(seen, 1.0 / tl.where(seen, l, 1.0), 0.0)
             if tensors.v_scale is not None:

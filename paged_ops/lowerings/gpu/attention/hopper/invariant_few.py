@@ -6,9 +6,14 @@ instructions. The bits are those of invariant_roles.py, as in invariant_beside.p
 order, and all else that rounds is the same arithmetic.
 
 One program per multiprocessor. A warp takes items and loads query rows, one loads tiles by TMA, and a warpgroup
-computes. All sums fit its registers, also those of the segments that were folded. The program has all registers of its
-multiprocessor: with half of them, so that programs of ``invariant_states_kernel`` shared it and waited there, calls
-that followed each other did not end (seen on an H200).
+computes. All sums fit its registers, also those of the segments that were folded.
+
+Programs of ``invariant_states_kernel`` are launched when each program of this kernel runs, get place on the same
+multiprocessors, and wait there until this kernel has ended. That ends, as nothing here waits for them or for what they
+hold. A program has its warps, registers and shared memory from the start: no warp asks for registers later
+(REGISTERS). Its roles wait for each other, at barriers in shared memory, and for memory. Items are taken by a counter,
+so no program waits for another, and all of them run before there is one that waits for this kernel. The next call's
+programs are launched by the last instruction of the fold's, which have waited by then.
 
 Letters: as in dense.py.
 """
@@ -52,10 +57,7 @@ from paged_ops.lowerings.gpu.spec import Numbers, Spec
 
 SLOTS = 2  # items that are published ahead, with their query rows
 SEQUENCES = 128  # sequences that the scheduler's registers hold
-MAXNREG = None
-REGISTERS = (512, 512)
-EARLY = False  # whether programs of invariant_states_kernel may be launched meanwhile
-AHEAD = 1  # when the next keys are multiplied: see step()
+REGISTERS = (512, 512)  # more than there are: then Triton lets warps keep what they start with, without setmaxnreg
 
 
 def shape_of(spec: Spec, rows: int, shared_memory: int) -> HopperShape:
@@ -172,15 +174,15 @@ def zero_past(at, begin, seq_len, memory, SHAPE: gl.constexpr):
 def step(
     s, state, tile, at, n, low, i, item, factor, memory, NEXT: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
-    """The state after a tile with scores ``s``, whose keys are the at-th; and the scores of the next tile. NEXT: 0:
-    there is none, 1: its keys are multiplied during this tile's softmax, 2: after it."""
+    """The state after a tile with scores ``s``, whose keys are the at-th; and the scores of the next tile, whose keys
+    are multiplied during this tile's softmax, if there is a NEXT one."""
     MASKS: gl.constexpr = SPEC.masks
     N: gl.constexpr = SHAPE.N
     M: gl.constexpr = SHAPE.M
     layout: gl.constexpr = s.type.layout
     zero = gl.full([N, M], 0.0, gl.float32, layout)
     following = zero
-    if NEXT == 1:
+    if NEXT:
         following = begin_keys(at + 1, n, zero, memory)
     if needs_mask(tile, item.full_start, item.full_end, MASKS) | (tile == item.end_tile - 1):
         j = tile * N + gl.arange(0, N, gl.SliceLayout(1, layout))
@@ -196,8 +198,6 @@ def step(
     columns = memory.v.tiles[0].index(stage_of(memory.v.ring, at)).permute((1, 0))
     weights = memory.weights.permute((1, 0))
     acc = warpgroup_mma(columns, weights, state.acc * decay[None, :], is_async=True)
-    if NEXT == 2:
-        following = begin_keys(at + 1, n, zero, memory)
     of_tile = tile_sums(gl.sum(p.reshape([2, N // 2, M]), 0))
     l = gl.fma(state.l, gl.convert_layout(decay, gl.SliceLayout(0, state.l.type.layout))[None, :], of_tile)
     if NEXT:
@@ -256,9 +256,7 @@ def store_rows(total, item, batch, SPEC: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def attend(
-    item, n, first, batch, memory, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr, AHEAD: gl.constexpr
-):  # fmt: skip
+def attend(item, n, first, batch, memory, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
     """The n-th item, whose tiles are the ``first``-th and following."""
     CUTS: gl.constexpr = PLAN.cuts
     MASKS: gl.constexpr = SPEC.masks
@@ -287,7 +285,7 @@ def attend(
     release_each(memory.k.ring, first)
     for t in range(item.tiles - 1):
         tile = item.end_tile - 1 - t
-        s, state = step(s, state, tile, first + t, n, low, i, item, factor, memory, AHEAD, SPEC, SHAPE)
+        s, state = step(s, state, tile, first + t, n, low, i, item, factor, memory, True, SPEC, SHAPE)
         if tile % segment == 0:
             folds = live & (tile % segment_tiles(position, CUTS) == 0)
             total = fold(total, state, folds)
@@ -297,7 +295,7 @@ def attend(
             state = State(acc, gl.where(folds, LEAST, state.m), l)
     t = item.tiles - 1
     tile = item.end_tile - 1 - t
-    _s, state = step(s, state, tile, first + t, n, low, i, item, factor, memory, 0, SPEC, SHAPE)
+    _s, state = step(s, state, tile, first + t, n, low, i, item, factor, memory, False, SPEC, SHAPE)
     release(memory.item_ring, n)
     if item.oldest < 0:
         store_rows(fold(total, state, live), item, batch, SPEC, SHAPE)
@@ -306,13 +304,13 @@ def attend(
 
 
 @gluon.jit
-def consumer(batch, memory, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr, AHEAD: gl.constexpr):
+def consumer(batch, memory, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
     """Computes the items."""
     tiles = next_tiles(memory, 0, 4)
     n = 0
     total = 0
     while tiles > 0:
-        attend(read_item(memory, n, tiles, 4), n, total, batch, memory, SPEC, PLAN, SHAPE, AHEAD)
+        attend(read_item(memory, n, tiles, 4), n, total, batch, memory, SPEC, PLAN, SHAPE)
         total += tiles
         n += 1
         tiles = next_tiles(memory, n, 4)
@@ -323,8 +321,7 @@ def invariant_few_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     k_desc, v_desc,
-    SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
-    PDL: gl.constexpr,
+    SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As ``invariant_items_kernel`` of invariant.py."""
     numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
@@ -334,13 +331,12 @@ def invariant_few_kernel(
     fence_async_shared()
     if PDL:
         gdc_wait()
-        if EARLY:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
     LEAD: gl.constexpr = PLAN.lead
     GROUP: gl.constexpr = 32 // (SHAPE.N // SHAPE.page)
     gl.warp_specialize(
         [
-            (consumer, (batch, memory, SPEC, PLAN, SHAPE, AHEAD)),
+            (consumer, (batch, memory, SPEC, PLAN, SHAPE)),
             (scheduler, (batch, memory, ending, SPEC, PLAN, SHAPE)),
             (producer, (((k_desc,), (v_desc,)), batch, memory, SPEC, SHAPE, GROUP, ending, LEAD)),
         ],
