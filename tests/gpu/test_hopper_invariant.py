@@ -111,9 +111,8 @@ def test_tiles_of_bytes_fit_shared_memory(D, M):
         ({"T": 160}, ["fp8", "states"]),  # of 32 rows
         ({"B": 12}, ["decode", "states"]),
         ({"layout": "X_PACKED"}, ["decode", "states"]),
-        ({"stored": None}, ["few", "states"]),
+        ({"stored": None}, ["items", "states"]),
         ({"stored": None, "T": 20}, ["few", "states"]),
-        ({"stored": None, "T": 160}, ["items", "states"]),  # of 32 rows
         ({"stored": None, "T": 1, "S": 1, "H": 64, "K": 4, "dtype": FP16}, ["few", "states"]),
         ({"stored": None, "T": 20, "H": 34, "K": 2}, ["items", "states"]),  # of 17 rows
         ({"stored": None, "T": 20, "B": 12}, ["items", "states"]),  # no TMA

@@ -120,11 +120,10 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
         return "scale: expected a positive number"
     rows, same = tuning.rows_of(shapes.T, shapes.S, spec.G)
     M = WARPGROUP.value if same or shapes.T <= shapes.S else 2 * WARPGROUP.value
-    loads = loads_of(spec, shapes)
     if same and shapes.T > shapes.S:  # few numbers of rows, so that few kernels serve all such batches
-        few = is_fp8(spec) or loads == 2
-        rows = next((most for most in (8, MOST_FEW) if rows <= most and few), WARPGROUP.value)
+        rows = next((most for most in (8, MOST_FEW) if rows <= most and is_fp8(spec)), WARPGROUP.value)
     division = tuning.division(min(rows, WARPGROUP.value), shapes.S)
+    loads = loads_of(spec, shapes)
     prompts = loads == 2 and M > WARPGROUP.value and not is_fp8(spec)
     decoders = prompts and beside.takes(spec, target, shapes.T, shapes.S)
     return M, loads, division._replace(times=0), shapes.S, decoders
