@@ -10,6 +10,7 @@ the segments of a long sequence go to all multiprocessors; the item's result is 
 in the workspace, in L2, as registers and shared memory are full. Whether segments are items may change with the batch;
 it changes no bit, as the same operations follow each other for each row. Programs take items by a counter.
 With prompts and many sequences, a decoder in each program computes the segments of decodes: invariant_beside.py.
+Decodes alone have a kernel that multiplies keys by query rows: invariant_few.py.
 
 Each row takes the same instructions in tiles of 64 and of 128 rows: 64 rows of one warpgroup. Multiply-adds are written
 as such, and kernels are compiled without fusing others.
@@ -68,8 +69,7 @@ WORKSPACE = 16 << 20  # of states of segments, in float32s
 COUNTERS = 4
 NOTHING = tl.constexpr(0xFF800000)  # a pair of -inf and 0.0
 # Of invariant_states_kernel, see fold_of.
-FEW_UNITS, AT_ONCE, AT_ONCE_OF_FEW = 32, 8, 32
-SOME, WAITS = 8, False
+FEW_UNITS, AT_ONCE, AT_ONCE_OF_FEW, UNTESTED = 32, 8, 32, 8
 MERGING = 32  # programs per multiprocessor
 # Names of spec.needs.
 APPLIES = frozenset({"causal", "lse", "batch_invariant", "float16", "bfloat16"})
@@ -93,8 +93,7 @@ class Fold(NamedTuple):
 
     elements: int  # of a state, row after row
     at_once: int  # states that are loaded before the first is needed
-    some: int  # of them, that are folded without a test whether there are so many
-    all_wait: bool = False
+    untested: int  # of them, that are folded without a test whether there are so many
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
@@ -198,8 +197,7 @@ def addressable(spec: Spec) -> Spec:
 def fold_of(units: int) -> Fold:
     """Of the states of so many sequences and key/value heads. A fold takes as long as its loads, so few units are
     divided among many programs."""
-    elements, at_once = (32, AT_ONCE_OF_FEW) if units <= FEW_UNITS else (128, AT_ONCE)
-    return Fold(elements, at_once, min(SOME, at_once), WAITS)
+    return Fold(32, AT_ONCE_OF_FEW, UNTESTED) if units <= FEW_UNITS else Fold(128, AT_ONCE, UNTESTED)
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
@@ -385,7 +383,7 @@ def invariant_states_kernel(
     CUTS: tl.constexpr = PLAN.cuts
     ELEMENTS: tl.constexpr = FOLD.elements
     AT_ONCE: tl.constexpr = FOLD.at_once
-    SOME: tl.constexpr = FOLD.some
+    UNTESTED: tl.constexpr = FOLD.untested
     p = tl.program_id(0)
     sharing = tl.num_programs(0) // (S * K)  # programs that share a state
     unit = p // sharing
@@ -419,8 +417,9 @@ def invariant_states_kernel(
     if tensors.v_scale is not None:
         of_values = tl.load(tensors.v_scale)
     if PDL:
-        # If the first one waits, so does the next kernel.
-        if folds | (p == 0) | FOLD.all_wait:
+        # Programs that fold nothing end while the items are computed, and leave their place to others. The next kernel
+        # waits for all of these programs, so it is enough that the first one waits.
+        if folds | (p == 0):
             gdc_wait()
     if p == 0:
         if tensors.arrived is not None:
@@ -443,9 +442,9 @@ def invariant_states_kernel(
                     to = n * (K * CUTS.rows)
                     states += (load_state(pairs - to, parts - to * Dv, live & (newest >= n)),)
                 tl.debug_barrier()  # else ptxas would move the loads to their uses, one after the other
-                for first in tl.static_range(0, AT_ONCE, SOME):
+                for first in tl.static_range(0, AT_ONCE, UNTESTED):
                     if newest >= first:
-                        for n in tl.static_range(first, first + SOME):
+                        for n in tl.static_range(first, first + UNTESTED):
                             m_part, l_part, part = states[n]
                             m_new, decay, weight = fold_weights(m, m_part)
                             takes = m_part > LEAST
