@@ -1,8 +1,9 @@
 """Batch-invariant decodes on Hopper (sm_90) in Gluon: invariant.py's items of at most 16 query rows. Keys are the rows
 of the matmuls, and query rows their 8 or 16 columns.
 
-64 rows by ``wgmma`` take as long for one row as for 64: 0.6 µs more per tile of 128 keys than here. The bits are those of invariant_roles.py, as in invariant_beside.py: sums of products are made in the same
-order, and all else that rounds is the same arithmetic.
+64 rows by ``wgmma`` take as long for one row as for 64: 0.6 µs more per tile of 128 keys than here. The bits are those
+of invariant_roles.py, as in invariant_beside.py: sums of products are made in the same order, and all else that rounds
+is the same arithmetic.
 
 One program per multiprocessor. A warp takes items and loads query rows, one loads tiles by TMA, and a warpgroup
 computes. All sums fit its registers, also those of the segments that were folded.
