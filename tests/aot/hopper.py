@@ -111,7 +111,7 @@ VARIANTS = [
                 r"wgmma\.mma_async.*m64n16k16",
                 r"\.entry invariant_items_kernel",
                 # It asks for no registers while it runs: see invariant_few.py.
-                r"(?s)\A(?!.*setmaxnreg).*\.entry invariant_few_kernel",
+                r"(?s)\.entry invariant_few_kernel(?:(?!setmaxnreg).)*\.entry invariant_states_kernel",
                 r"\.entry invariant_states_kernel",
             )
         },
