@@ -8,8 +8,9 @@
 and alignments; all must have the bits of one prefill. ``times``: each case by the default op, with
 ``batch_invariant``, and by the default op again, in one process. ``fa3``: also FlashAttention-3 with ``num_splits=1``,
 which needs vLLM; engines use it for this purpose today. ``--vary``: ``batch_invariant`` also with other values of the
-constants of hopper/invariant.py. A line of JSON per result, as it comes; compiling takes most of the time: the same
-command with ``--compile PROCESSES`` first does only that. The exit code is 1 if a bit differs or a result is wrong.
+constants of hopper/invariant.py and hopper/invariant_few.py. A line of JSON per result, as it comes; compiling takes
+most of the time: the same command with ``--compile PROCESSES`` first does only that. The exit code is 1 if a bit
+differs or a result is wrong.
 """
 
 from __future__ import annotations
@@ -128,20 +129,21 @@ def bits(
 
 @contextlib.contextmanager
 def constants(varied: str) -> Iterator[None]:
-    """Inside it, constants of hopper/invariant.py have other values: "NAME=VALUE NAME=VALUE"."""
+    """Inside it, constants of hopper/invariant.py or invariant_few.py have other values: "NAME=VALUE NAME=VALUE"."""
     if not varied:
         yield
         return
     from paged_ops.lowerings.gpu.attention import call
-    from paged_ops.lowerings.gpu.attention.hopper import invariant
+    from paged_ops.lowerings.gpu.attention.hopper import invariant, invariant_few
 
     with contextlib.ExitStack() as patched:
         patched.callback(call.forget)  # also after an error, so that the next case has the constants of the module
         for each in varied.split():
             name, _, value = each.partition("=")
-            if not hasattr(invariant, name):
-                raise ValueError(f"--vary: hopper/invariant.py has no constant {name}")
-            patched.enter_context(mock.patch.object(invariant, name, ast.literal_eval(value)))
+            of = [module for module in (invariant, invariant_few) if hasattr(module, name)]
+            if len(of) != 1:
+                raise ValueError(f"--vary: no constant {name}, or not one, in hopper/invariant.py and invariant_few.py")
+            patched.enter_context(mock.patch.object(of[0], name, ast.literal_eval(value)))
         call.forget()
         yield
 

@@ -100,12 +100,18 @@ VARIANTS = [
             prefill("NHD", 128, 32, 8, batch_invariant=True),
             prefill("NHD", 64, 32, 8, torch.float16, T=4, B=12, batch_invariant=True),
             prefill("X_PACKED", 128, 32, 8, batch_invariant=True),
+            prefill("NHD", 128, 8, 1, T=8, S=8, batch_invariant=True),
+            prefill("HND", 64, 64, 4, torch.float16, T=80, S=80, batch_invariant=True),
         ),
         {
             "cuda:90": (
                 *EXPECT["cuda:90"],
                 r"cp\.async\.cg\.shared\.global",
+                r"wgmma\.mma_async.*m64n8k16",
+                r"wgmma\.mma_async.*m64n16k16",
                 r"\.entry invariant_items_kernel",
+                # It asks for no registers while it runs: see invariant_few.py.
+                r"(?s)\.entry invariant_few_kernel(?:(?!setmaxnreg).)*\.entry invariant_states_kernel",
                 r"\.entry invariant_states_kernel",
             )
         },

@@ -3,6 +3,7 @@ against float64, and the bits of the same rows in other batches and caches."""
 
 import itertools
 import random
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,10 +112,15 @@ def test_tiles_of_bytes_fit_shared_memory(D, M):
         ({"B": 12}, ["decode", "states"]),
         ({"layout": "X_PACKED"}, ["decode", "states"]),
         ({"stored": None}, ["items", "states"]),
+        ({"stored": None, "T": 20}, ["few", "states"]),
+        ({"stored": None, "T": 1, "S": 1, "H": 64, "K": 4, "dtype": FP16}, ["few", "states"]),
+        ({"stored": None, "T": 20, "H": 34, "K": 2}, ["items", "states"]),  # of 17 rows
+        ({"stored": None, "T": 20, "B": 12}, ["items", "states"]),  # no TMA
+        ({"stored": None, "T": 201}, ["items", "states"]),  # next to prompts
     ],
     ids=str,
 )
-def test_kernels_of_decodes_over_fp8_caches(changes, kernels):
+def test_kernels_of_decodes(changes, kernels):
     of_call, shapes = planned(**{"T": 40, "S": 20, "stored": E4M3, **changes})
     launches = choose.launches_of(invariant, of_call, H200, shapes).launches
     assert [launch.kernel[0] for launch in launches] == [f"invariant_{name}_kernel" for name in kernels]
@@ -278,6 +284,18 @@ def test_prompts_come_first_if_no_program_is_for_short_sequences(tokens, monkeyp
 
 BATCHES = {
     "decodes": {"heads": (32, 8), "tokens": [1] * 6, "lens": [9000, 1, 0, 128, 4097, 700]},
+    "many of no, one or three tokens": {"heads": (32, 8), "tokens": [1, 3, 0, 0] * 5, "lens": [5000, 4100, 7, 9] * 5},
+    "no or one token": {"heads": (8, 1), "tokens": [1, 0, 1, 0], "lens": [5000, 4100, 7, 0], "padding": 2},
+    "three tokens whose segments have two lengths": {"heads": (8, 1), "tokens": [3, 0, 0], "lens": [131_074, 5, 9]},
+    "16 query heads, head size 64, float16, not causal": {
+        "heads": (16, 1),
+        "tokens": [1, 1, 0, 2],
+        "lens": [3000, 1, 70, 2050],
+        "D": 64,
+        "dtype": FP16,
+        "causal": False,
+    },
+    "14 query heads": {"heads": (28, 2), "tokens": [1] * 3, "lens": [2047, 129, 1100], "layout": "HND", "B": 8},
     "one head, long": {"heads": (8, 1), "tokens": [1, 1], "lens": [140_000, 3], "B": 64},
     "chunks": {"heads": (32, 8), "tokens": [1, 300, 130, 17], "lens": [5000, 4000, 130, 3000], "padding": 5},
     "16 tokens": {"heads": (32, 8), "tokens": [16] * 3, "lens": [4100, 16, 9000]},
@@ -519,3 +537,23 @@ def test_a_workspace_without_place_for_states_changes_no_bit(stored, monkeypatch
             found = paged_ops.paged_attention_with_lse(*call, **features, batch_invariant=True)
         attention.forget()
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(usual, found, strict=True))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("heads", [(8, 1), (32, 8)])
+def test_calls_without_a_pause_end_and_have_the_bits_of_one_alone(heads):
+    """Programs of the next kernel start while those of the one before run: none may wait for ever."""
+    call, features, _ = batch(heads, [1] * 8, [8192, 5000, 1, 4097, 700, 8192, 3000, 0])
+    ends = torch.cuda.Event()
+    for op in (paged_ops.paged_attention, paged_ops.paged_attention_with_lse):
+        alone = op(*call, **features, batch_invariant=True)
+        torch.cuda.synchronize(GPU)
+        found = [op(*call, **features, batch_invariant=True) for _ in range(300)]
+        ends.record()
+        deadline = time.monotonic() + 20
+        while not ends.query():
+            assert time.monotonic() < deadline, "the calls do not end"
+        for each in found:
+            pairs = zip(each, alone, strict=True) if isinstance(each, tuple) else [(each, alone)]
+            assert all(torch.equal(bits(a), bits(b)) for a, b in pairs)

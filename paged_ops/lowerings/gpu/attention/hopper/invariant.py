@@ -10,6 +10,7 @@ the segments of a long sequence go to all multiprocessors; the item's result is 
 in the workspace, in L2, as registers and shared memory are full. Whether segments are items may change with the batch;
 it changes no bit, as the same operations follow each other for each row. Programs take items by a counter.
 With prompts and many sequences, a decoder in each program computes the segments of decodes: invariant_beside.py.
+Decodes alone have a kernel that multiplies keys by query rows: invariant_few.py.
 
 Each row takes the same instructions in tiles of 64 and of 128 rows: 64 rows of one warpgroup. Multiply-adds are written
 as such, and kernels are compiled without fusing others.
@@ -35,6 +36,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense, fp8, invariant_decode, invariant_fp8, mixed, shares
 from paged_ops.lowerings.gpu.attention.hopper import invariant_beside as beside
+from paged_ops.lowerings.gpu.attention.hopper import invariant_few as few_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
 from paged_ops.lowerings.gpu.attention.hopper.invariant_items import scheduler
@@ -60,13 +62,14 @@ SIZES = (64, 64), (128, 128)  # head sizes that were run on a GPU
 SEGMENT, SHORTEST, FEW_HEADS = 4096, 1024, 4  # keys, keys, key/value heads: see segment_of
 SEGMENTS, FEWEST_SEGMENTS = 128, 16  # at most, of a long row: about so many in all key/value heads, and in one
 LEAD = 8  # Plan.lead
-# Of invariant_decode_kernel: the most query rows, and the programs per multiprocessor if sequences are many.
+# Of invariant_decode_kernel and invariant_few_kernel: the most query rows; and, of the first, the programs per
+# multiprocessor if sequences are many.
 MOST_FEW, PROGRAMS = 16, 2
 WORKSPACE = 16 << 20  # of states of segments, in float32s
 COUNTERS = 4
 NOTHING = tl.constexpr(0xFF800000)  # a pair of -inf and 0.0
 # Of invariant_states_kernel, see fold_of.
-FEW_UNITS, AT_ONCE, AT_ONCE_OF_FEW = 32, 8, 32
+FEW_UNITS, AT_ONCE, AT_ONCE_OF_FEW, UNTESTED = 32, 8, 32, 8
 MERGING = 32  # programs per multiprocessor
 # Names of spec.needs.
 APPLIES = frozenset({"causal", "lse", "batch_invariant", "float16", "bfloat16"})
@@ -90,6 +93,7 @@ class Fold(NamedTuple):
 
     elements: int  # of a state, row after row
     at_once: int  # states that are loaded before the first is needed
+    untested: int  # of them, that are folded without a test whether there are so many
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
@@ -193,7 +197,7 @@ def addressable(spec: Spec) -> Spec:
 def fold_of(units: int) -> Fold:
     """Of the states of so many sequences and key/value heads. A fold takes as long as its loads, so few units are
     divided among many programs."""
-    return Fold(32, AT_ONCE_OF_FEW) if units <= FEW_UNITS else Fold(128, AT_ONCE)
+    return Fold(32, AT_ONCE_OF_FEW, UNTESTED) if units <= FEW_UNITS else Fold(128, AT_ONCE, UNTESTED)
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
@@ -221,6 +225,10 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     many = are_many(spec, S, target)
     few = decodes(spec, rows) and (alone or many)
     everyone = few and alone
+    keys_first = alone and tma and not is_fp8(spec) and rows <= MOST_FEW
+    if keys_first:
+        shape = few_rows.shape_of(spec, rows, target.shared_memory)
+        division = division._replace(at_once=min(division.at_once, few_rows.SEQUENCES))
     beside_rows = beside.ROWS if decoders else rows if few else 0
     plan = Plan(division, cuts, LEAD, beside_rows, everyone)
     programs = PROGRAMS if many else 1
@@ -233,6 +241,9 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         halves = beside.decode_shape(spec, shape, target.shared_memory)
         more = {"DECODES": halves}
         described = [*filter(None, described), *mixed.chunk_descriptors(spec, halves.page)]
+    elif keys_first:
+        kernel, described = few_rows.invariant_few_kernel, [*filter(None, described)]
+        more = {}
     read = spec
     if are_copied(spec):
         D = spec.k_side.size
@@ -349,12 +360,10 @@ def invariant_zero_kernel(
 
 
 @triton.jit
-def load_state(tensors, place, e, there, Dv: tl.constexpr):
-    """Begin to load elements ``e`` of the state whose first row is ``place``: the maximum, the sum of weights, and the
-    sums of values."""
-    pairs = tensors.part_lse.to(tl.pointer_type(tl.int64)) + place
-    pair = tl.load(pairs + e // Dv, mask=there, other=NOTHING)
-    part = tl.load(tensors.parts + place * Dv + e, mask=there, other=0.0)
+def load_state(pairs, parts, there):
+    """Begin to load elements of a state: the maximum and the sum of weights of their rows, and the sums of values."""
+    pair = tl.load(pairs, mask=there, other=NOTHING)
+    part = tl.load(parts, mask=there, other=0.0)
     return pair.to(tl.int32).to(tl.float32, bitcast=True), (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True), part
 
 
@@ -374,6 +383,7 @@ def invariant_states_kernel(
     CUTS: tl.constexpr = PLAN.cuts
     ELEMENTS: tl.constexpr = FOLD.elements
     AT_ONCE: tl.constexpr = FOLD.at_once
+    UNTESTED: tl.constexpr = FOLD.untested
     p = tl.program_id(0)
     sharing = tl.num_programs(0) // (S * K)  # programs that share a state
     unit = p // sharing
@@ -384,32 +394,37 @@ def invariant_states_kernel(
     row_start = tl.load(tensors.query_start_loc + s)
     row_end = tl.load(tensors.query_start_loc + s + 1)
     seq_len = tl.load(tensors.seq_lens + s)
-    before = 0  # segments of the sequences before s
-    total = 0
-    for start in range(0, S, DIVISION.at_once):
-        s_ = start + tl.arange(0, DIVISION.at_once)
-        live = s_ < S
-        row_ = tl.load(tensors.query_start_loc + s_, mask=live, other=0)
-        q_ = tl.load(tensors.query_start_loc + s_ + 1, mask=live, other=0) - row_
-        _, units_, _ = segments_of(
-            q_, tl.load(tensors.seq_lens + s_, mask=live, other=0), G, TOKENS, DIVISION.rows, CUTS, TILE.N
-        )  # fmt: skip
-        units_ = tl.where(live, units_, 0)
-        total += tl.sum(units_)
-        before += tl.sum(tl.where(s_ < s, units_, 0))
     q_len = row_end - row_start
     _segment, units, _whole = segments_of(q_len, seq_len, G, TOKENS, DIVISION.rows, CUTS, TILE.N)
     store_padding(tensors, first_free + p, T, tl.num_programs(0), tl.arange(0, 1), tl.arange(0, Dv), SPEC.heads, Dv)
+    # Decoders store the states of sequences with one segment, too.
+    folds = (units > 0) & ((units > 1) | (q_len * G <= PLAN.beside))
+    before = 0  # segments of the sequences before s
+    total = 0
+    if folds:
+        for start in range(0, S, DIVISION.at_once):
+            s_ = start + tl.arange(0, DIVISION.at_once)
+            live = s_ < S
+            row_ = tl.load(tensors.query_start_loc + s_, mask=live, other=0)
+            q_ = tl.load(tensors.query_start_loc + s_ + 1, mask=live, other=0) - row_
+            _, units_, _ = segments_of(
+                q_, tl.load(tensors.seq_lens + s_, mask=live, other=0), G, TOKENS, DIVISION.rows, CUTS, TILE.N
+            )  # fmt: skip
+            units_ = tl.where(live, units_, 0)
+            total += tl.sum(units_)
+            before += tl.sum(tl.where(s_ < s, units_, 0))
     of_values = 1.0
     if tensors.v_scale is not None:
         of_values = tl.load(tensors.v_scale)
     if PDL:
-        gdc_wait()
+        # Programs that fold nothing end while the items are computed, and leave their place to others. The next kernel
+        # waits for all of these programs, so it is enough that the first one waits.
+        if folds | (p == 0):
+            gdc_wait()
     if p == 0:
         if tensors.arrived is not None:
             tl.store(tensors.arrived + tl.arange(0, 4), 0)
-    # Decoders store the states of sequences with one segment, too.
-    if (units > 0) & ((units > 1) | (q_len * G <= PLAN.beside)) & (total * K <= CUTS.states):
+    if folds & (total * K <= CUTS.states):
         for begin in range(p % sharing * ELEMENTS, q_len * (G * Dv), sharing * ELEMENTS):
             e = begin + tl.arange(0, ELEMENTS)
             row = e // Dv
@@ -418,18 +433,24 @@ def invariant_states_kernel(
             m = acc + LEAST
             l = acc
             for newest in range(units - 1, -1, -AT_ONCE):
+                place = ((before + newest) * K + kh).to(tl.int64) * CUTS.rows
+                pairs = tensors.part_lse.to(tl.pointer_type(tl.int64)) + place + row
+                parts = tensors.parts + place * Dv + e
                 states: tl.tuple = ()
                 for n in tl.static_range(AT_ONCE):  # all loads are under way before the first is needed
-                    place = ((before + newest - n) * K + kh).to(tl.int64) * CUTS.rows
-                    states += (load_state(tensors, place, e, live & (newest >= n), Dv),)
+                    # Offsets from one place are constants, which cost no instruction.
+                    to = n * (K * CUTS.rows)
+                    states += (load_state(pairs - to, parts - to * Dv, live & (newest >= n)),)
                 tl.debug_barrier()  # else ptxas would move the loads to their uses, one after the other
-                for n in tl.static_range(AT_ONCE):
-                    m_part, l_part, part = states[n]
-                    m_new, decay, weight = fold_weights(m, m_part)
-                    takes = m_part > LEAST
-                    acc = tl.where(takes, tl.fma(acc, decay, part * weight), acc)
-                    l = tl.where(takes, tl.fma(l, decay, l_part * weight), l)
-                    m = m_new
+                for first in tl.static_range(0, AT_ONCE, UNTESTED):
+                    if newest >= first:
+                        for n in tl.static_range(first, first + UNTESTED):
+                            m_part, l_part, part = states[n]
+                            m_new, decay, weight = fold_weights(m, m_part)
+                            takes = m_part > LEAST
+                            acc = tl.where(takes, tl.fma(acc, decay, part * weight), acc)
+                            l = tl.where(takes, tl.fma(l, decay, l_part * weight), l)
+                            m = m_new
             seen = l != 0.0
             share = tl.where(seen, 1.0 / tl.where(seen, l, 1.0), 0.0)
             if tensors.v_scale is not None:

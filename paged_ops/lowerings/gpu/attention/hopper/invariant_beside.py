@@ -225,7 +225,7 @@ def attend_segment(item, total, batch, memory, SPEC: gl.constexpr, PLAN: gl.cons
     low, i = keys_of_rows(item.seq_len - item.q_len + r // SPEC.G, 0, None, batch.numbers, MASKS)
     zero = gl.full([SHAPE.N, M], 0.0, gl.float32, layout)
     m = gl.full([M], LEAST, gl.float32, row_layout)
-    l = tile_sums(zero, zero)
+    l = tile_sums(zero)
     acc: gl.tuple = ()
     for _chunk in gl.static_range(CHUNKS):
         acc += (zero,)
@@ -250,7 +250,7 @@ def attend_segment(item, total, batch, memory, SPEC: gl.constexpr, PLAN: gl.cons
         memory.weights.index(0).permute((1, 0)).store(p0.to(memory.weights.dtype))
         memory.weights.index(1).permute((1, 0)).store(p1.to(memory.weights.dtype))
         fence_async_shared()
-        l = gl.fma(l, gl.convert_layout(decay, gl.SliceLayout(0, l.type.layout))[None, :], tile_sums(p0, p1))
+        l = gl.fma(l, gl.convert_layout(decay, gl.SliceLayout(0, l.type.layout))[None, :], tile_sums(p0 + p1))
         scaled: gl.tuple = ()
         for chunk in gl.static_range(CHUNKS):
             scaled += (acc[chunk] * decay[None, :],)

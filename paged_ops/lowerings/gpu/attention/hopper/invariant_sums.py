@@ -49,17 +49,20 @@ def as_sums(of_rows, l):
     return column
 
 
+@gluon.constexpr_function
+def each_thread(rows):
+    """The layout in which each thread has all four warps' sums of some query rows."""
+    registers = [[0, 0, 1], *([0, 0, 8 << n] for n in range(rows.bit_length() - 4)), [1, 0, 0], [2, 0, 0]]
+    lanes = [[0, 0, 2], [0, 0, 4], [0, 0, 0], [0, 1, 0], [0, 2, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0, 0], [0, 0, 0]], [], [4, 4, rows])
+
+
 @gluon.jit
-def tile_sums(p0, p1):
-    """The sums of the weights ``[64, rows]`` of the halves of a tile: ``[4, rows]``."""
-    M: gl.constexpr = p0.shape[1]
-    sums = gl.sum(gl.sum((p0 + p1).reshape([4, 2, 4, 2, M]), 1), 2)
-    # Each thread gets all four warps' sums.
-    layout: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 1], [1, 0, 0], [2, 0, 0]], [[0, 0, 2], [0, 0, 4], [0, 0, 0], [0, 1, 0], [0, 2, 0]],
-        [[0, 0, 0], [0, 0, 0]], [], [4, 4, M],
-    )  # fmt: skip
-    sums = gl.convert_layout(sums, layout).reshape([2, 2, 4, M])
+def tile_sums(p):
+    """The sums of weights ``[64, rows]``, each of two keys that are 64 apart: ``[4, rows]``."""
+    M: gl.constexpr = p.shape[1]
+    sums = gl.sum(gl.sum(p.reshape([4, 2, 4, 2, M]), 1), 2)
+    sums = gl.convert_layout(sums, each_thread(M)).reshape([2, 2, 4, M])
     return gl.sum(gl.sum(sums, 1), 0)
 
 
