@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from paged_ops.lowerings.gpu.attention.hopper.halves import halve_rows
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
     WARPGROUP,
     column_in_pair,
@@ -369,7 +370,13 @@ def attend(
     i = positions(item, which, SPEC.G, s_rows)
     low, i = keys_of_rows(i, s_of, tensors.bidirectional_ranges, numbers, MASKS)
     if BY_ROWS:
-        wait_full(shared.rows_full, n)
+        if shared.halved is not None:
+            halve_rows(n, shared, SHAPE, False, which * WARPGROUP, WARPGROUP, 32)
+            fence_async_shared()
+            fill(shared.halved[which], n)
+            wait_full(shared.halved[which], n)
+        else:
+            wait_full(shared.rows_full, n)
         of_rows = shared.row_factors.index(slot).slice(which * WARPGROUP, WARPGROUP).load(s_rows)
         if SOFT_CAP:
             cap = (cap[0], cap[1] * of_rows)
@@ -463,6 +470,8 @@ def consumer(which: gl.constexpr, batch, shared, SPEC: gl.constexpr, SHAPE: gl.c
         item = read_item(shared, n, tiles, 4)
         if which * WARPGROUP >= gl.minimum(SHAPE.M // SPEC.G, item.q_len - item.first_token) * SPEC.G:
             skip(item, total, shared, SHAPE, which, n)
+            if shared.halved is not None:
+                fill(shared.halved[which], n)
             release(shared.item_ring, n)
         else:
             attend(item, n, total, factor, cap, which, batch, shared, SPEC, SHAPE)
