@@ -406,6 +406,14 @@ def bytes_of(PARTS: gl.constexpr, BYTES: gl.constexpr, RELEASES: gl.constexpr = 
     return TileRing(pages, pages, ring.ring_of(BYTES.stages, 1, RELEASES))
 
 
+@gluon.jit
+def scheduler_of(batch, short, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, FORM: gl.constexpr):
+    if FORM.short:
+        scheduler(batch, short, shared, SPEC, DIVISION, SHAPE)
+    else:
+        scheduler(batch, None, shared, SPEC, DIVISION, SHAPE)
+
+
 @gluon.jit(do_not_specialize=(*Numbers._fields, "short"))
 def fp8_kernel(
     tensors,  # Pointers
@@ -420,8 +428,6 @@ def fp8_kernel(
         scale *= gl.load(tensors.k_scale)
     numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     batch = Batch(tensors, numbers, None)
-    if FORM.short == 0:
-        short = None
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     half: gl.constexpr = gl.float16
     ROWS: gl.constexpr = rows_at_once(SHAPE.k.size)
@@ -452,7 +458,7 @@ def fp8_kernel(
                 (converter, (keys, values, shared, E4M3, SHAPE, False, FORM)),
                 (consumer, (0, batch, shared, SPEC, SHAPE)),
                 (consumer, (1, batch, shared, SPEC, SHAPE)),
-                (scheduler, (batch, short, shared, SPEC, DIVISION, SHAPE)),
+                (scheduler_of, (batch, short, shared, SPEC, DIVISION, SHAPE, FORM)),
                 (piece_producer, (k_desc, v_desc, keys, values, batch, told, SPEC, SHAPE, BYTES)),
             ],
             [4, 4, 1, 1],
@@ -464,7 +470,7 @@ def fp8_kernel(
                 (converter, (keys, values, shared, E4M3, SHAPE, False, FORM)),
                 (consumer, (0, batch, shared, SPEC, SHAPE)),
                 (consumer, (1, batch, shared, SPEC, SHAPE)),
-                (scheduler, (batch, short, shared, SPEC, DIVISION, SHAPE)),
+                (scheduler_of, (batch, short, shared, SPEC, DIVISION, SHAPE, FORM)),
                 (producer, (((k_desc,), (v_desc,)), batch, told, SPEC, BYTES)),
             ],
             [4, 4, 1, 1],
