@@ -62,11 +62,12 @@ class Form(NamedTuple):
     fence: int = 0  # 0: after each piece; 1: after each tile; 2: no fence (wrong)
     most: int = 8
     short: int = 0
+    d256: int = 1
 
 
 FORM = Form(**json.loads(os.environ.get("FP8_FORM", "{}")))
 STORED = torch.float8_e4m3fn, torch.float8_e5m2
-SIZES = 64, 128  # head sizes
+SIZES = 64, 128, 256  # head sizes
 # The features that it applies, by the names of spec.needs.
 APPLIES = frozenset({"causal", "window", "chunk", "ranges", "later", "soft_cap", "sinks", "k_scale", "v_scale"})
 APPLIES |= {"float8_e4m3fn", "float8_e5m2"}
@@ -87,6 +88,8 @@ def serves(spec: Spec, target: Target) -> list[str]:
         "v_scale: expected one for all heads": bool(value.scale),
         "kv_cache: expected an even number of bytes between elements": not spec.storage.paired,
     }
+    if not FORM.d256 and key.size == 256:
+        return ['no']
     reasons = not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
     return reasons or dense.serves_sizes(in_pairs(spec), dense.served_sizes())
 
@@ -140,16 +143,19 @@ def descriptors(pairs: Spec, page: int) -> list[Described]:
 def shapes_of_pieces(pairs: Spec, shared_memory: int) -> tuple[HopperShape, HopperShape]:
     """The shape of the tiles that are multiplied, and of the pieces of bytes."""
     D, Dv, itemsize = pairs.k_side.size, pairs.v_side.size, pairs.dtype.itemsize
-    piece, least = FORM.piece * max(D, Dv), 256 // FORM.piece
-    shape = dense.shape_of(pairs, shared_memory - least * piece)
+    rows = 32 if max(D, Dv) > 128 else FORM.piece
+    piece = rows * max(D, Dv)
+    shape = dense.shape_of(pairs, shared_memory - (32 << 10))
     masks = pairs.masks
     masked = masks.window or masks.chunk or masks.ranges or pairs.logits.soft_cap
     shape = shape._replace(registers=(*CONSUMERS, *(OTHERS_OF_MASKS if masked else OTHERS)), warps=1)
     taken = shape.slots * shape.M * D + shape.stages * shape.N * (D + Dv)
-    number = min(FORM.most * 64 // FORM.piece, (shared_memory - dense.OTHERS - itemsize * taken) // piece)
-    page = min(shape.page, FORM.piece)
+    if max(D, Dv) > 128:
+        shape = shape._replace(registers=(216, 216, 40, 40))
+    number = min((64 << 10) // piece, (shared_memory - dense.OTHERS - itemsize * taken) // piece)
+    page = min(shape.page, rows)
     k, v = in_one_part(shape.k), in_one_part(shape.v)
-    return shape, shape._replace(N=FORM.piece, page=page, stages=number, k=k, v=v)
+    return shape, shape._replace(N=rows, page=page, stages=number, k=k, v=v)
 
 
 def shapes_of(pairs: Spec, shared_memory: int, one: bool = False) -> tuple[HopperShape, HopperShape]:
@@ -187,16 +193,24 @@ def as_words(given, number: gl.constexpr, N: gl.constexpr, SIZE: gl.constexpr):
 def widen_piece(from_, tile, FIRST: gl.constexpr, to, at, E4M3: gl.constexpr, APART: gl.constexpr, DOES: gl.constexpr):
     ROWS: gl.constexpr = from_.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [0, 1])
+    WORDS: gl.constexpr = from_.shape[1]
+    EACH: gl.constexpr = min(WORDS, 32)
     if DOES == 0 or DOES == 2:
-        words = from_.load(layout)
-        if FIRST:
-            ring.wait_empty(to, at)
-        first, last = widen_words(words, E4M3)
-        if DOES == 0:
+        for part in gl.static_range(WORDS // EACH):
+            if WORDS > EACH:
+                words = from_.slice(part * EACH, EACH, dim=1).load(layout)
+            else:
+                words = from_.load(layout)
+            if FIRST and part == 0:
+                ring.wait_empty(to, at)
+            first, last = widen_words(words, E4M3)
             pairs = gl.join(first, last)
             if APART:
                 pairs = pairs.permute((0, 2, 1))
-            tile.store(pairs.reshape([ROWS, tile.shape[1]]))
+            if WORDS > EACH:
+                tile.slice(part * EACH * 2, EACH * 2, dim=1).store(pairs.reshape([ROWS, EACH * 2]))
+            else:
+                tile.store(pairs.reshape([ROWS, WORDS * 2]))
     else:
         if FIRST:
             ring.wait_empty(to, at)
@@ -277,12 +291,12 @@ def order_rows(n, shared, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def converter(keys, values, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr, APART: gl.constexpr = False, FORM: gl.constexpr = Form()):
+def converter(keys, values, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr, BYTES: gl.constexpr, APART: gl.constexpr = False, FORM: gl.constexpr = Form()):
     """Converts the items' tiles from the bytes of keys and values, in the order in which the consumers take them: keys
     a tile ahead of values. APART: keys and query rows have their columns :func:`apart`."""
     DOES: gl.constexpr = FORM.does
     FENCE: gl.constexpr = FORM.fence
-    PIECE: gl.constexpr = FORM.piece
+    PIECE: gl.constexpr = BYTES.N
     STEP: gl.constexpr = SHAPE.N // PIECE
     count = next_tiles(shared, 0, 4)
     n = 0
@@ -455,7 +469,7 @@ def fp8_kernel(
     if FORM.places == 2:
         gl.warp_specialize(
             [
-                (converter, (keys, values, shared, E4M3, SHAPE, False, FORM)),
+                (converter, (keys, values, shared, E4M3, SHAPE, BYTES, False, FORM)),
                 (consumer, (0, batch, shared, SPEC, SHAPE)),
                 (consumer, (1, batch, shared, SPEC, SHAPE)),
                 (scheduler_of, (batch, short, shared, SPEC, DIVISION, SHAPE, FORM)),
@@ -467,7 +481,7 @@ def fp8_kernel(
     else:
         gl.warp_specialize(
             [
-                (converter, (keys, values, shared, E4M3, SHAPE, False, FORM)),
+                (converter, (keys, values, shared, E4M3, SHAPE, BYTES, False, FORM)),
                 (consumer, (0, batch, shared, SPEC, SHAPE)),
                 (consumer, (1, batch, shared, SPEC, SHAPE)),
                 (scheduler_of, (batch, short, shared, SPEC, DIVISION, SHAPE, FORM)),
