@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense, ring
+from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
 from paged_ops.lowerings.gpu.attention.hopper.consumer import consumer
 from paged_ops.lowerings.gpu.attention.hopper.dense import Columns, HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.halves import LEAST, apart, halve_rows  # noqa: F401
@@ -63,6 +64,12 @@ class Form(NamedTuple):
     most: int = 8
     short: int = 0
     d256: int = 1
+    order: int = 0  # 1: consumers first
+    warps: int = 1  # of the scheduler
+    ahead: int = 0  # 1: the next query rows are fetched to the L2
+    turns: int = 0
+    two: int = 0  # 1: two converters
+    cfence: int = 0  # 1: consumers fence
 
 
 FORM = Form(**json.loads(os.environ.get("FP8_FORM", "{}")))
@@ -123,8 +130,13 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         shape, of_bytes = shapes_of_pieces(pairs, target.shared_memory)
     elif FORM.places == 1:
         shape, of_bytes = shapes_of(pairs, target.shared_memory, True)
+    shape = shape._replace(warps=FORM.warps)
     if FORM.regs:
         shape = shape._replace(registers=FORM.regs)
+    if FORM.order:
+        shape = shape._replace(registers=(shape.registers[1], 48, *shape.registers[2:]))
+    if FORM.two:
+        shape = shape._replace(registers=(200, 200, 40, 32, 32))
     constants = {"SHAPE": shape, "BYTES": of_bytes, "FORM": FORM, "E4M3": spec.storage.dtype == torch.float8_e4m3fn}
     takes, described = ("k_scale", "v_scale"), descriptors(pairs, of_bytes.page)
     more = (division.short,)
@@ -256,7 +268,7 @@ def pieces_in_place(pages, rows, stages):
 
 
 @gluon.jit
-def convert(at, bytes, to, E4M3: gl.constexpr, APART: gl.constexpr = False, DOES: gl.constexpr = 0):
+def convert(at, bytes, to, E4M3: gl.constexpr, APART: gl.constexpr = False, DOES: gl.constexpr = 0, FENCE: gl.constexpr = 0):
     """The at-th tile of keys, or of values, when its bytes have arrived and its place is empty. APART: see
     :func:`apart`."""
     # Eight neighbouring rows per warp: no bank conflicts.
@@ -270,7 +282,8 @@ def convert(at, bytes, to, E4M3: gl.constexpr, APART: gl.constexpr = False, DOES
     for piece in gl.static_range(N // ROWS):
         widen_piece(from_.slice(piece * ROWS, ROWS, dim=0), tile.slice(piece * ROWS, ROWS, dim=0), piece == 0, to.ring,
                     at, E4M3, APART, DOES)
-    fence_async_shared()
+    if FENCE == 0:
+        fence_async_shared()
     ring.fill(to.ring, at)
     ring.release(bytes.ring, at)  # only now: a load may still be under way when a barrier is passed
 
@@ -323,9 +336,24 @@ def converter(keys, values, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr, BYT
                     at += STEP
             else:
                 if t < count:
-                    convert(total + t, keys, shared.k, E4M3, APART, DOES)
+                    convert(total + t, keys, shared.k, E4M3, APART, DOES, FENCE)
                 if t > 0:
-                    convert(total + t - 1, values, shared.v, E4M3, False, DOES)
+                    convert(total + t - 1, values, shared.v, E4M3, False, DOES, FENCE)
+        total += count
+        n += 1
+        count = next_tiles(shared, n, 4)
+
+
+@gluon.jit
+def one_converter(bytes, to, shared, E4M3: gl.constexpr, FORM: gl.constexpr):
+    FENCE: gl.constexpr = FORM.fence
+    count = next_tiles(shared, 0, 4)
+    n = 0
+    total = 0
+    while count > 0:
+        ring.release(shared.item_ring, n)
+        for t in range(count):
+            convert(total + t, bytes, to, E4M3, False, 0, FENCE)
         total += count
         n += 1
         count = next_tiles(shared, n, 4)
@@ -425,7 +453,7 @@ def scheduler_of(batch, short, shared, SPEC: gl.constexpr, DIVISION: gl.constexp
     if FORM.short:
         scheduler(batch, short, shared, SPEC, DIVISION, SHAPE)
     else:
-        scheduler(batch, None, shared, SPEC, DIVISION, SHAPE)
+        scheduler(batch, None, shared, SPEC, DIVISION, SHAPE, FORM.ahead)
 
 
 @gluon.jit(do_not_specialize=(*Numbers._fields, "short"))
@@ -445,7 +473,8 @@ def fp8_kernel(
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     half: gl.constexpr = gl.float16
     ROWS: gl.constexpr = rows_at_once(SHAPE.k.size)
-    of_all = shared_memory(half, SPEC, SHAPE, 2)
+    READERS: gl.constexpr = 3 if FORM.two else 2
+    of_all = shared_memory(half, SPEC, SHAPE, READERS)
     if dtype == gl.bfloat16:
         # what shared.q_tiles are made of
         groups = as_tiles(of_all[2], dtype, SHAPE.slots * (SHAPE.M // ROWS), ROWS, K_PARTS)
@@ -453,7 +482,11 @@ def fp8_kernel(
         rows = ring.signal_of(SHAPE.slots)
         if FORM.halve == 1:
             halved = ring.signal_of(SHAPE.slots), ring.signal_of(SHAPE.slots)
-            shared = Shared(*of_all[:2], groups, *of_all[3:], None, rows, factors, None, halved)  # type: ignore[call-arg]
+            if FORM.turns:
+                takes = barriers(1, 128), barriers(1, 128)
+                shared = Shared(*of_all[:2], groups, *of_all[3:], None, rows, factors, takes, halved)  # type: ignore[call-arg]
+            else:
+                shared = Shared(*of_all[:2], groups, *of_all[3:], None, rows, factors, None, halved)  # type: ignore[call-arg]
         else:
             shared = Shared(*of_all[:2], groups, *of_all[3:], None, rows, factors)  # type: ignore[call-arg]
     else:
@@ -476,6 +509,33 @@ def fp8_kernel(
                 (piece_producer, (k_desc, v_desc, keys, values, batch, told, SPEC, SHAPE, BYTES)),
             ],
             [4, 4, 1, 1],
+            SHAPE.registers,
+        )
+    elif FORM.two:
+        gl.warp_specialize(
+            [
+                (one_converter, (keys, shared.k, shared, E4M3, FORM)),
+                (consumer, (0, batch, shared, SPEC, SHAPE)),
+                (consumer, (1, batch, shared, SPEC, SHAPE)),
+                (one_converter, (values, shared.v, shared, E4M3, FORM)),
+                (scheduler_of, (batch, short, shared, SPEC, DIVISION, SHAPE, FORM)),
+                (producer, (((k_desc,), (v_desc,)), batch, told, SPEC, BYTES)),
+            ],
+            [4, 4, 4, 1, 1],
+            SHAPE.registers,
+        )
+    elif FORM.order:
+        WARPS: gl.constexpr = FORM.warps
+        FENCED: gl.constexpr = FORM.cfence
+        gl.warp_specialize(
+            [
+                (consumer, (0, batch, shared, SPEC, SHAPE, FENCED)),
+                (consumer, (1, batch, shared, SPEC, SHAPE, FENCED)),
+                (converter, (keys, values, shared, E4M3, SHAPE, BYTES, False, FORM)),
+                (scheduler_of, (batch, short, shared, SPEC, DIVISION, SHAPE, FORM)),
+                (producer, (((k_desc,), (v_desc,)), batch, told, SPEC, BYTES)),
+            ],
+            [4, 4, WARPS, 1],
             SHAPE.registers,
         )
     else:
