@@ -136,7 +136,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     if FORM.order:
         shape = shape._replace(registers=(shape.registers[1], 48, *shape.registers[2:]))
     if FORM.two:
-        shape = shape._replace(registers=(200, 200, 40, 32, 32))
+        shape = shape._replace(registers=(208, 208, 32, 32, 32))
     constants = {"SHAPE": shape, "BYTES": of_bytes, "FORM": FORM, "E4M3": spec.storage.dtype == torch.float8_e4m3fn}
     takes, described = ("k_scale", "v_scale"), descriptors(pairs, of_bytes.page)
     more = (division.short,)

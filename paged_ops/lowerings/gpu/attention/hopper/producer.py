@@ -66,8 +66,8 @@ def prefetch_rows(query, item, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     token = gl.minimum(r // G, item.q_len - item.first_token - 1)
     row = (item.row_start.to(gl.int64) + item.first_token + token) * SPEC.query[0]
     row += (items.head_of(item, SHAPE) * G + r % G).to(gl.int64) * SPEC.query[1]
+    asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     for line in gl.static_range(LINES):
-        asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
         gl.inline_asm_elementwise(asm, "=r,l", [query + row + line * 64], gl.int32, is_pure=False, pack=1)
 
 
