@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from paged_ops.lowerings.gpu.attention.hopper.halves import halve_rows
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
     WARPGROUP,
     column_in_pair,
@@ -234,8 +233,7 @@ def zero_hidden(which: gl.constexpr, n, total, item, shared, SPEC: gl.constexpr,
 
 @gluon.jit
 def step(
-    sums, at, tile, item, n, rows, batch, which: gl.constexpr, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr,
-    FENCED: gl.constexpr = False,
+    sums, at, tile, item, n, rows, batch, which: gl.constexpr, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
     """Computes the scores of the next key tile, the at-th, while the matmul with the previous tile's values runs."""
     PIECES: gl.constexpr = pieces_of(SHAPE.k.size)
@@ -244,13 +242,9 @@ def step(
     SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
     BY_ROWS: gl.constexpr = shared.row_factors is not None
     wait_full(shared.k.ring, at)
-    if FENCED:
-        fence_async_shared()
     take_turn(shared.turns, which, at - 1 - n)
     s = multiply_keys(shared, rows.tile, at, PIECES)
     wait_full(shared.v.ring, at - 1)
-    if FENCED:
-        fence_async_shared()
     acc = multiply_values(sums.p16, shared.v, at - 1, sums.acc, V_PIECES)
     pass_turn(shared.turns, which)
     s = warpgroup_mma_wait(len(widths_of(V_PIECES)), deps=[s])
@@ -351,8 +345,7 @@ def skip(item, total, shared, SHAPE: gl.constexpr, which: gl.constexpr = 0, n=0)
 
 @gluon.jit
 def attend(
-    item, n, total, factor, cap, which: gl.constexpr, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr,
-    FENCED: gl.constexpr = False,
+    item, n, total, factor, cap, which: gl.constexpr, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
     """A consumer's rows of the n-th item, whose tiles are the total-th and following: scores times ``factor``."""
     PIECES: gl.constexpr = pieces_of(SHAPE.k.size)
@@ -376,13 +369,7 @@ def attend(
     i = positions(item, which, SPEC.G, s_rows)
     low, i = keys_of_rows(i, s_of, tensors.bidirectional_ranges, numbers, MASKS)
     if BY_ROWS:
-        if shared.halved is not None:
-            halve_rows(n, shared, SHAPE, False, which * WARPGROUP, WARPGROUP, 32)
-            fence_async_shared()
-            fill(shared.halved[which], n)
-            wait_full(shared.halved[which], n)
-        else:
-            wait_full(shared.rows_full, n)
+        wait_full(shared.rows_full, n)
         of_rows = shared.row_factors.index(slot).slice(which * WARPGROUP, WARPGROUP).load(s_rows)
         if SOFT_CAP:
             cap = (cap[0], cap[1] * of_rows)
@@ -400,8 +387,6 @@ def attend(
     if shared.rows_full is not None and not BY_ROWS:
         wait_full(shared.rows_full, n)
     wait_full(shared.k.ring, total)
-    if FENCED:
-        fence_async_shared()
     q_tile = n % ROW_SLOTS * (SHAPE.M // WARPGROUP) + which
     s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, q_tile, total, PIECES)])
     release_each(shared.k.ring, total)
@@ -438,7 +423,7 @@ def attend(
     if MASKS.first:
         at = gl.minimum(gl.maximum(item.end_tile - item.oldest // N, 1), item.tiles)
     for t in range(1, at):
-        sums = step(sums, total + t, item.end_tile - 1 - t, item, n, rows, batch, which, shared, SPEC, SHAPE, FENCED)
+        sums = step(sums, total + t, item.end_tile - 1 - t, item, n, rows, batch, which, shared, SPEC, SHAPE)
     if MASKS.window or MASKS.chunk:
         zero_hidden(which, n, total, item, shared, SPEC, SHAPE)
     if MASKS.first:
@@ -446,8 +431,6 @@ def attend(
             sums = step(sums, total + t, item.end_tile - 1 - t, item, n, rows, batch, which, shared, SPEC, SHAPE)
     release(shared.item_ring, n)
     wait_full(shared.v.ring, last)
-    if FENCED:
-        fence_async_shared()
     acc = wait_for(multiply_values(sums.p16, shared.v, last, sums.acc, V_PIECES), V_PIECES)
     release_each(shared.v.ring, last)
 
@@ -470,7 +453,7 @@ def attend(
 
 
 @gluon.jit
-def consumer(which: gl.constexpr, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, FENCED: gl.constexpr = False):
+def consumer(which: gl.constexpr, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """64 of the rows of each item: their matmuls, softmax and output."""
     factor, cap = factor_of(batch.numbers, SPEC)
     tiles = next_tiles(shared, 0, 4)
@@ -480,11 +463,9 @@ def consumer(which: gl.constexpr, batch, shared, SPEC: gl.constexpr, SHAPE: gl.c
         item = read_item(shared, n, tiles, 4)
         if which * WARPGROUP >= gl.minimum(SHAPE.M // SPEC.G, item.q_len - item.first_token) * SPEC.G:
             skip(item, total, shared, SHAPE, which, n)
-            if shared.halved is not None:
-                fill(shared.halved[which], n)
             release(shared.item_ring, n)
         else:
-            attend(item, n, total, factor, cap, which, batch, shared, SPEC, SHAPE, FENCED)
+            attend(item, n, total, factor, cap, which, batch, shared, SPEC, SHAPE)
         total += tiles
         n += 1
         tiles = next_tiles(shared, n, 4)

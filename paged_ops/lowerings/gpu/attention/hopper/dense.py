@@ -370,7 +370,6 @@ class Shared(NamedTuple):
     rows_full: Any  # per item: its query rows have arrived, later than its fields; or None
     row_factors: Any  # factors of the rows' scores, see fp8.py; or None
     turns: Any = None  # barriers at which the two consumers take turns, see consumer.py
-    halved: Any = None  # per consumer and item: it has made its query rows float16; or None
 
 
 @gluon.jit

@@ -17,64 +17,28 @@ arXiv:2407.08608), whose producer transposes fp8 values.
 
 from __future__ import annotations
 
-import json
-import os
-from typing import NamedTuple
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense, ring
-from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
 from paged_ops.lowerings.gpu.attention.hopper.consumer import consumer
 from paged_ops.lowerings.gpu.attention.hopper.dense import Columns, HopperShape, Shared, shared_memory
-from paged_ops.lowerings.gpu.attention.hopper.halves import LEAST, apart, halve_rows  # noqa: F401
-from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
-    WARPGROUP,
-    as_tiles,
-    box_layout,
-    pages_of,
-    places,
-    rows_at_once,
-    tile_layout,
-)
+from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, as_tiles, places, rows_at_once, tile_layout
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, Described
 from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing, producer, scheduler
-from paged_ops.lowerings.gpu.attention.hopper.work import next_tiles, read_item
-from paged_ops.lowerings.gpu.attention.shared.masks import place_at
+from paged_ops.lowerings.gpu.attention.hopper.work import next_tiles
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.fp8 import widen_words
-from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
+from paged_ops.lowerings.gpu.gluon_names import reinterpret
 from paged_ops.lowerings.gpu.launch import Choice, Launches
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, Storage, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
-class Form(NamedTuple):
-    """Of the experiment."""
-
-    places: int = 0  # 0: two of tiles; 1: one of tiles; 2: pieces of 64 keys in turn
-    halve: int = 0  # query rows become float16 by 0: the converter; 1: the consumers; 2: nobody (wrong)
-    does: int = 0  # the converter 0: all; wrong: 1: nothing; 2: loads, converts; 3: stores
-    piece: int = 64  # keys
-    regs: tuple[int, ...] = ()
-    fence: int = 0  # 0: after each piece; 1: after each tile; 2: no fence (wrong)
-    most: int = 8
-    short: int = 0
-    d256: int = 1
-    order: int = 0  # 1: consumers first
-    warps: int = 1  # of the scheduler
-    ahead: int = 0  # 1: the next query rows are fetched to the L2
-    turns: int = 0
-    two: int = 0  # 1: two converters
-    cfence: int = 0  # 1: consumers fence
-
-
-FORM = Form(**json.loads(os.environ.get("FP8_FORM", "{}")))
 STORED = torch.float8_e4m3fn, torch.float8_e5m2
-SIZES = 64, 128, 256  # head sizes
+SIZES = 64, 128  # head sizes
 # The features that it applies, by the names of spec.needs.
 APPLIES = frozenset({"causal", "window", "chunk", "ranges", "later", "soft_cap", "sinks", "k_scale", "v_scale"})
 APPLIES |= {"float8_e4m3fn", "float8_e5m2"}
@@ -84,6 +48,9 @@ AT_ONCE = 128  # sequences that the scheduler's warp counts in one vector
 CONSUMERS = 208, 208
 OTHERS = 48, 48
 OTHERS_OF_MASKS = 56, 56
+
+LEAST = gl.constexpr(27)  # biased exponent of the least factor
+
 
 def serves(spec: Spec, target: Target) -> list[str]:
     key, value, stored = spec.k_side, spec.v_side, spec.storage.dtype
@@ -95,8 +62,6 @@ def serves(spec: Spec, target: Target) -> list[str]:
         "v_scale: expected one for all heads": bool(value.scale),
         "kv_cache: expected an even number of bytes between elements": not spec.storage.paired,
     }
-    if not FORM.d256 and key.size == 256:
-        return ['no']
     reasons = not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
     return reasons or dense.serves_sizes(in_pairs(spec), dense.served_sizes())
 
@@ -116,33 +81,15 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
         return dense.ALL_SPLIT
     if not dense.has_form(in_pairs(spec), shapes):
         return NOT_TMA
-    short = -1
-    if FORM.short:
-        items = shapes.T * spec.G // dense.BLOCK_M * spec.K
-        short = dense.short_keys(tiles.split.block_m, shapes.S * spec.K, items, target.processors)
-    return tiles, tuning.division(tiles.split.block_m, shapes.S, short)
+    return tiles, tuning.division(tiles.split.block_m, shapes.S)
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
     pairs, (tiles, division) = in_pairs(spec), choice
     shape, of_bytes = shapes_of(pairs, target.shared_memory)
-    if FORM.places == 2:
-        shape, of_bytes = shapes_of_pieces(pairs, target.shared_memory)
-    elif FORM.places == 1:
-        shape, of_bytes = shapes_of(pairs, target.shared_memory, True)
-    shape = shape._replace(warps=FORM.warps)
-    if FORM.regs:
-        shape = shape._replace(registers=FORM.regs)
-    if FORM.order:
-        shape = shape._replace(registers=(shape.registers[1], 48, *shape.registers[2:]))
-    if FORM.two:
-        shape = shape._replace(registers=(208, 208, 32, 32, 32))
-    constants = {"SHAPE": shape, "BYTES": of_bytes, "FORM": FORM, "E4M3": spec.storage.dtype == torch.float8_e4m3fn}
-    takes, described = ("k_scale", "v_scale"), descriptors(pairs, of_bytes.page)
-    more = (division.short,)
-    return dense.build_items(
-        fp8_kernel, constants, takes, described, spec, target, tiles, division, more, at_once=AT_ONCE
-    )
+    constants = {"SHAPE": shape, "BYTES": of_bytes, "E4M3": spec.storage.dtype == torch.float8_e4m3fn}
+    takes, described = ("k_scale", "v_scale"), descriptors(pairs, shape.page)
+    return dense.build_items(fp8_kernel, constants, takes, described, spec, target, tiles, division, at_once=AT_ONCE)
 
 
 def descriptors(pairs: Spec, page: int) -> list[Described]:
@@ -152,29 +99,11 @@ def descriptors(pairs: Spec, page: int) -> list[Described]:
     return list(filter(None, described))
 
 
-def shapes_of_pieces(pairs: Spec, shared_memory: int) -> tuple[HopperShape, HopperShape]:
-    """The shape of the tiles that are multiplied, and of the pieces of bytes."""
-    D, Dv, itemsize = pairs.k_side.size, pairs.v_side.size, pairs.dtype.itemsize
-    rows = 32 if max(D, Dv) > 128 else FORM.piece
-    piece = rows * max(D, Dv)
-    shape = dense.shape_of(pairs, shared_memory - (32 << 10))
-    masks = pairs.masks
-    masked = masks.window or masks.chunk or masks.ranges or pairs.logits.soft_cap
-    shape = shape._replace(registers=(*CONSUMERS, *(OTHERS_OF_MASKS if masked else OTHERS)), warps=1)
-    taken = shape.slots * shape.M * D + shape.stages * shape.N * (D + Dv)
-    if max(D, Dv) > 128:
-        shape = shape._replace(registers=(216, 216, 40, 40))
-    number = min((64 << 10) // piece, (shared_memory - dense.OTHERS - itemsize * taken) // piece)
-    page = min(shape.page, rows)
-    k, v = in_one_part(shape.k), in_one_part(shape.v)
-    return shape, shape._replace(N=rows, page=page, stages=number, k=k, v=v)
-
-
-def shapes_of(pairs: Spec, shared_memory: int, one: bool = False) -> tuple[HopperShape, HopperShape]:
+def shapes_of(pairs: Spec, shared_memory: int) -> tuple[HopperShape, HopperShape]:
     """The shape of the tiles that are multiplied, and of the tiles of bytes, which take the remaining space."""
     D, Dv, itemsize = pairs.k_side.size, pairs.v_side.size, pairs.dtype.itemsize
     stage = 128 * (D + Dv)
-    shape = dense.shape_of(pairs, shared_memory - (1 if one else 2) * stage)
+    shape = dense.shape_of(pairs, shared_memory - 2 * stage)
     masks = pairs.masks
     masked = masks.window or masks.chunk or masks.ranges or pairs.logits.soft_cap
     shape = shape._replace(registers=(*CONSUMERS, *(OTHERS_OF_MASKS if masked else OTHERS)), warps=1)
@@ -202,73 +131,7 @@ def as_words(given, number: gl.constexpr, N: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def widen_piece(from_, tile, FIRST: gl.constexpr, to, at, E4M3: gl.constexpr, APART: gl.constexpr, DOES: gl.constexpr):
-    ROWS: gl.constexpr = from_.shape[0]
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [0, 1])
-    WORDS: gl.constexpr = from_.shape[1]
-    EACH: gl.constexpr = min(WORDS, 32)
-    if DOES == 0 or DOES == 2:
-        for part in gl.static_range(WORDS // EACH):
-            if WORDS > EACH:
-                words = from_.slice(part * EACH, EACH, dim=1).load(layout)
-            else:
-                words = from_.load(layout)
-            if FIRST and part == 0:
-                ring.wait_empty(to, at)
-            first, last = widen_words(words, E4M3)
-            pairs = gl.join(first, last)
-            if APART:
-                pairs = pairs.permute((0, 2, 1))
-            if WORDS > EACH:
-                tile.slice(part * EACH * 2, EACH * 2, dim=1).store(pairs.reshape([ROWS, EACH * 2]))
-            else:
-                tile.store(pairs.reshape([ROWS, WORDS * 2]))
-    else:
-        if FIRST:
-            ring.wait_empty(to, at)
-        if DOES == 3:
-            words = gl.full([ROWS, from_.shape[1]], 0x3C003C00, gl.int32, layout)
-            pairs = gl.join(words, words)
-            tile.store(pairs.reshape([ROWS, tile.shape[1]]))
-
-
-@gluon.jit
-def convert_pieces(
-    at, bytes, n, to, E4M3: gl.constexpr, ROWS: gl.constexpr, DOES: gl.constexpr, FENCE: gl.constexpr
-):
-    """The n-th tile of keys, or of values, from the at-th piece of bytes and the following ones."""
-    N: gl.constexpr = to.tiles[0].shape[1]
-    D: gl.constexpr = to.tiles[0].shape[2]
-    PIECES: gl.constexpr = N // ROWS
-    STAGES: gl.constexpr = bytes.ring.full.shape[0]
-    FEWER: gl.constexpr = pieces_in_place(bytes.pages[0], ROWS, STAGES)
-    given = as_words(bytes.pages[0], STAGES * FEWER, ROWS, D // 2)
-    tile = as_words(to.tiles[0], to.ring.full.shape[0], N, D).index(ring.stage_of(to.ring, n))
-    for piece in gl.static_range(PIECES):
-        ring.wait_full(bytes.ring, at + piece)
-        from_ = given.index(ring.stage_of(bytes.ring, at + piece) * FEWER)
-        widen_piece(from_, tile.slice(piece * ROWS, ROWS, dim=0), piece == 0, to.ring, n, E4M3, False, DOES)
-        if FENCE == 0:
-            fence_async_shared()
-            if piece == PIECES - 1:
-                ring.fill(to.ring, n)
-            ring.release(bytes.ring, at + piece)
-    if FENCE != 0:
-        if FENCE == 1:
-            fence_async_shared()
-        ring.fill(to.ring, n)
-        for piece in gl.static_range(PIECES):
-            ring.release(bytes.ring, at + piece)
-
-
-@gluon.constexpr_function
-def pieces_in_place(pages, rows, stages):
-    """Pieces of a side's bytes that the place of a piece has room for."""
-    return pages.shape[0] * pages.shape[1] * 8 // (rows * stages)
-
-
-@gluon.jit
-def convert(at, bytes, to, E4M3: gl.constexpr, APART: gl.constexpr = False, DOES: gl.constexpr = 0, FENCE: gl.constexpr = 0):
+def convert(at, bytes, to, E4M3: gl.constexpr, APART: gl.constexpr = False):
     """The at-th tile of keys, or of values, when its bytes have arrived and its place is empty. APART: see
     :func:`apart`."""
     # Eight neighbouring rows per warp: no bank conflicts.
@@ -280,12 +143,26 @@ def convert(at, bytes, to, E4M3: gl.constexpr, APART: gl.constexpr = False, DOES
     from_ = as_words(bytes.pages[0], bytes.ring.full.shape[0], N, D // 2).index(ring.stage_of(bytes.ring, at))
     tile = as_words(to.tiles[0], to.ring.full.shape[0], N, D).index(ring.stage_of(to.ring, at))
     for piece in gl.static_range(N // ROWS):
-        widen_piece(from_.slice(piece * ROWS, ROWS, dim=0), tile.slice(piece * ROWS, ROWS, dim=0), piece == 0, to.ring,
-                    at, E4M3, APART, DOES)
-    if FENCE == 0:
-        fence_async_shared()
+        words = from_.slice(piece * ROWS, ROWS, dim=0).load(layout)
+        if piece == 0:
+            ring.wait_empty(to.ring, at)
+        first, last = widen_words(words, E4M3)
+        pairs = gl.join(first, last)
+        if APART:
+            pairs = pairs.permute((0, 2, 1))
+        tile.slice(piece * ROWS, ROWS, dim=0).store(pairs.reshape([ROWS, D // 2]))
+    fence_async_shared()
     ring.fill(to.ring, at)
     ring.release(bytes.ring, at)  # only now: a load may still be under way when a barrier is passed
+
+
+@gluon.jit
+def apart(rows):
+    """Rows whose columns are in another order: the first two of each four, then the last two of each four. In this
+    order ``widen_halves`` leaves keys that it converts in registers."""
+    ROWS: gl.constexpr = rows.shape[0]
+    D: gl.constexpr = rows.shape[1]
+    return rows.reshape([ROWS, D // 4, 2, 2]).permute((0, 2, 1, 3)).reshape([ROWS, D])
 
 
 @gluon.jit
@@ -304,140 +181,56 @@ def order_rows(n, shared, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def converter(keys, values, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr, BYTES: gl.constexpr, APART: gl.constexpr = False, FORM: gl.constexpr = Form()):
+def halve_rows(n, shared, SHAPE: gl.constexpr, APART: gl.constexpr = False):
+    """bfloat16 query rows of the n-th item as float16, in place. Each row is divided by its factor, a power of two, so
+    that its largest element is less than 2. APART: see :func:`apart`."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = gl.bfloat16
+    TILES: gl.constexpr = SHAPE.M // WARPGROUP
+    K_PARTS: gl.constexpr = SHAPE.k.parts
+    ROWS: gl.constexpr = 16  # at once
+    EACH: gl.constexpr = WARPGROUP // ROWS
+    slot = ring.stage_of(shared.item_ring, n)
+    rows = as_tiles(shared.q_groups, dtype, SHAPE.slots * TILES, WARPGROUP, K_PARTS)[0]
+    for piece in gl.static_range(SHAPE.M // ROWS):
+        tile = slot * TILES + piece // EACH
+        row = rows.index(tile).slice(piece % EACH * ROWS, ROWS, dim=0).load(layout).to(gl.float32)
+        power = gl.max(gl.abs(row), 1).to(gl.int32, bitcast=True) & 0x7F800000
+        power = gl.minimum(gl.maximum(power, LEAST << 23), 253 << 23)
+        half = (row * ((254 << 23) - power).to(gl.float32, bitcast=True)[:, None]).to(gl.float16)
+        if APART:
+            half = apart(half)
+        shared.q_tiles[0].index(tile).slice(piece % EACH * ROWS, ROWS, dim=0).store(half)
+        factors = shared.row_factors.index(slot).slice(piece * ROWS, ROWS)
+        if factors.dtype == gl.uint8:
+            factors.store((power >> 23).to(gl.uint8))
+        else:
+            factors.store(power.to(gl.float32, bitcast=True))
+    fence_async_shared()
+    ring.fill(shared.rows_full, n)
+
+
+@gluon.jit
+def converter(keys, values, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr, APART: gl.constexpr = False):
     """Converts the items' tiles from the bytes of keys and values, in the order in which the consumers take them: keys
     a tile ahead of values. APART: keys and query rows have their columns :func:`apart`."""
-    DOES: gl.constexpr = FORM.does
-    FENCE: gl.constexpr = FORM.fence
-    PIECE: gl.constexpr = BYTES.N
-    STEP: gl.constexpr = SHAPE.N // PIECE
     count = next_tiles(shared, 0, 4)
     n = 0
     total = 0
-    at = 0
     while count > 0:
         if shared.row_factors is not None:
-            if FORM.halve == 0:
-                halve_rows(n, shared, SHAPE, APART)
-                fence_async_shared()
-                ring.fill(shared.rows_full, n)
-            elif FORM.halve == 2:
-                ring.fill(shared.rows_full, n)
+            halve_rows(n, shared, SHAPE, APART)
         elif APART:
             order_rows(n, shared, SHAPE)
         ring.release(shared.item_ring, n)
         for t in range(count + 1):
-            if FORM.places == 2:
-                if t < count:
-                    convert_pieces(at, keys, total + t, shared.k, E4M3, PIECE, DOES, FENCE)
-                    at += STEP
-                if t > 0:
-                    convert_pieces(at, values, total + t - 1, shared.v, E4M3, PIECE, DOES, FENCE)
-                    at += STEP
-            else:
-                if t < count:
-                    convert(total + t, keys, shared.k, E4M3, APART, DOES, FENCE)
-                if t > 0:
-                    convert(total + t - 1, values, shared.v, E4M3, False, DOES, FENCE)
-        total += count
-        n += 1
-        count = next_tiles(shared, n, 4)
-
-
-@gluon.jit
-def one_converter(bytes, to, shared, E4M3: gl.constexpr, FORM: gl.constexpr):
-    FENCE: gl.constexpr = FORM.fence
-    count = next_tiles(shared, 0, 4)
-    n = 0
-    total = 0
-    while count > 0:
-        ring.release(shared.item_ring, n)
-        for t in range(count):
-            convert(total + t, bytes, to, E4M3, False, 0, FENCE)
-        total += count
-        n += 1
-        count = next_tiles(shared, n, 4)
-
-
-@gluon.jit
-def pieces_of_both(BYTES: gl.constexpr):
-    """One ring of pieces of bytes, as pieces of keys and as pieces of values."""
-    half: gl.constexpr = gl.float16
-    K_SIZE: gl.constexpr = BYTES.k.size
-    V_SIZE: gl.constexpr = BYTES.v.size
-    WIDER: gl.constexpr = max(K_SIZE, V_SIZE)
-    NUMBER: gl.constexpr = BYTES.stages * (BYTES.N // BYTES.page)
-    given = places(half, NUMBER, BYTES.page, (WIDER,))
-    of_both = ring.ring_of(BYTES.stages, 1, 1)
-    K_NUMBER: gl.constexpr = NUMBER * WIDER // K_SIZE
-    V_NUMBER: gl.constexpr = NUMBER * WIDER // V_SIZE
-    keys = reinterpret(given[0], half, pages_of(K_NUMBER, BYTES.page, (K_SIZE,), 0), box_layout(K_SIZE))
-    values = reinterpret(given[0], half, pages_of(V_NUMBER, BYTES.page, (V_SIZE,), 0), box_layout(V_SIZE))
-    return TileRing((keys,), (keys,), of_both), TileRing((values,), (values,), of_both)
-
-
-@gluon.jit
-def load_pieces(desc, first, kh, at, to, COLUMNS: gl.constexpr, N: gl.constexpr, BYTES: gl.constexpr):
-    """Begin to load a tile of keys, or of values, as the at-th piece and the following ones: lane n has the row of the
-    cache at which page n begins."""
-    ROWS: gl.constexpr = BYTES.N
-    PAGES: gl.constexpr = BYTES.N // BYTES.page
-    FEWER: gl.constexpr = pieces_in_place(to.pages[0], ROWS, BYTES.stages)
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    column = kh * COLUMNS.matrix.columns_head
-    for piece in gl.static_range(N // ROWS):
-        ring.wait_empty(to.ring, at + piece)
-        full = ring.full_of(to.ring, at + piece)
-        mbarrier.expect(full, ROWS * COLUMNS.size * 2)
-        for page in gl.static_range(PAGES):
-            row = gl.sum(gl.where(lane == piece * PAGES + page, first, 0), 0) // 8
-            place = to.pages[0].index(ring.stage_of(to.ring, at + piece) * (FEWER * PAGES) + page)
-            load_box(desc, [row, 0, 0, column], full, place)
-
-
-@gluon.jit
-def piece_producer(
-    k_desc, v_desc, keys, values, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, BYTES: gl.constexpr
-):  # fmt: skip
-    """Loads the items' bytes in the order in which the converter takes them."""
-    B: gl.constexpr = SPEC.B
-    N: gl.constexpr = SHAPE.N
-    PAGE: gl.constexpr = BYTES.page
-    PAGES: gl.constexpr = N // PAGE
-    STEP: gl.constexpr = N // BYTES.N
-    MASKS: gl.constexpr = SPEC.masks
-    K_SHAPE: gl.constexpr = BYTES.k
-    V_SHAPE: gl.constexpr = BYTES.v
-    K_MATRIX: gl.constexpr = BYTES.k.matrix
-    V_MATRIX: gl.constexpr = BYTES.v.matrix
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    of_lane = lane % PAGES * PAGE
-    tiles = next_tiles(shared, 0, 1)
-    n = 0
-    at = 0
-    while tiles > 0:
-        item = read_item(shared, n, tiles, 1)
-        block_table = batch.tensors.block_tables + item.s.to(gl.int64) * batch.numbers.table_stride
-        ring.release(shared.item_ring, n)
-        j = place_at((item.end_tile - 1) * N + of_lane, N, item.oldest, MASKS, N)
-        next_ids = gl.load(block_table + gl.where((j >= 0) & (j < item.seq_len), j, 0) // B * SPEC.table)
-        v_first = next_ids
-        for t in range(tiles + 1):
-            before = v_first
-            if t < tiles:
-                ids = next_ids
-                j = place_at((item.end_tile - 1 - t) * N + of_lane, N, item.oldest, MASKS, N) % B
-                v_first = ids * V_MATRIX.rows_n + item.kh * V_MATRIX.rows_head + j
-                k_first = ids * K_MATRIX.rows_n + item.kh * K_MATRIX.rows_head + j
-                j = place_at((item.end_tile - 2 - t) * N + of_lane, N, item.oldest, MASKS, N)
-                next_ids = gl.load(block_table + gl.where((j >= 0) & (j < item.seq_len), j, 0) // B * SPEC.table)
-                load_pieces(k_desc, k_first, item.kh, at, keys, K_SHAPE, N, BYTES)
-                at += STEP
+            if t < count:
+                convert(total + t, keys, shared.k, E4M3, APART)
             if t > 0:
-                load_pieces(v_desc, before, item.kh, at, values, V_SHAPE, N, BYTES)
-                at += STEP
+                convert(total + t - 1, values, shared.v, E4M3)
+        total += count
         n += 1
-        tiles = next_tiles(shared, n, 1)
+        count = next_tiles(shared, n, 4)
 
 
 @gluon.jit
@@ -448,22 +241,12 @@ def bytes_of(PARTS: gl.constexpr, BYTES: gl.constexpr, RELEASES: gl.constexpr = 
     return TileRing(pages, pages, ring.ring_of(BYTES.stages, 1, RELEASES))
 
 
-@gluon.jit
-def scheduler_of(batch, short, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, FORM: gl.constexpr):
-    if FORM.short:
-        scheduler(batch, short, shared, SPEC, DIVISION, SHAPE)
-    else:
-        scheduler(batch, None, shared, SPEC, DIVISION, SHAPE, FORM.ahead)
-
-
-@gluon.jit(do_not_specialize=(*Numbers._fields, "short"))
+@gluon.jit(do_not_specialize=Numbers._fields)
 def fp8_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
-    short,
     k_desc, v_desc,  # of pairs
     SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, BYTES: gl.constexpr, E4M3: gl.constexpr,
-    FORM: gl.constexpr,
 ):  # fmt: skip
     K_PARTS: gl.constexpr = SHAPE.k.parts
     if tensors.k_scale is not None:
@@ -473,80 +256,28 @@ def fp8_kernel(
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     half: gl.constexpr = gl.float16
     ROWS: gl.constexpr = rows_at_once(SHAPE.k.size)
-    READERS: gl.constexpr = 3 if FORM.two else 2
-    of_all = shared_memory(half, SPEC, SHAPE, READERS)
+    of_all = shared_memory(half, SPEC, SHAPE, 2)
     if dtype == gl.bfloat16:
         # what shared.q_tiles are made of
         groups = as_tiles(of_all[2], dtype, SHAPE.slots * (SHAPE.M // ROWS), ROWS, K_PARTS)
         factors = gl.allocate_shared_memory(gl.float32, [SHAPE.slots, SHAPE.M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         rows = ring.signal_of(SHAPE.slots)
-        if FORM.halve == 1:
-            halved = ring.signal_of(SHAPE.slots), ring.signal_of(SHAPE.slots)
-            if FORM.turns:
-                takes = barriers(1, 128), barriers(1, 128)
-                shared = Shared(*of_all[:2], groups, *of_all[3:], None, rows, factors, takes, halved)  # type: ignore[call-arg]
-            else:
-                shared = Shared(*of_all[:2], groups, *of_all[3:], None, rows, factors, None, halved)  # type: ignore[call-arg]
-        else:
-            shared = Shared(*of_all[:2], groups, *of_all[3:], None, rows, factors)  # type: ignore[call-arg]
+        shared = Shared(*of_all[:2], groups, *of_all[3:], None, rows, factors)  # type: ignore[call-arg]
     else:
         shared = Shared(*of_all, None, None, None)  # type: ignore[call-arg]
     K_BYTES: gl.constexpr = BYTES.k.parts
     V_BYTES: gl.constexpr = BYTES.v.parts
-    if FORM.places == 2:
-        keys, values = pieces_of_both(BYTES)
-    else:
-        keys, values = bytes_of(K_BYTES, BYTES), bytes_of(V_BYTES, BYTES)
+    keys, values = bytes_of(K_BYTES, BYTES), bytes_of(V_BYTES, BYTES)
     told = Shared(*of_all[:2], None, None, keys, values, None, None, None, None, None)  # type: ignore[call-arg]
     fence_async_shared()
-    if FORM.places == 2:
-        gl.warp_specialize(
-            [
-                (converter, (keys, values, shared, E4M3, SHAPE, BYTES, False, FORM)),
-                (consumer, (0, batch, shared, SPEC, SHAPE)),
-                (consumer, (1, batch, shared, SPEC, SHAPE)),
-                (scheduler_of, (batch, short, shared, SPEC, DIVISION, SHAPE, FORM)),
-                (piece_producer, (k_desc, v_desc, keys, values, batch, told, SPEC, SHAPE, BYTES)),
-            ],
-            [4, 4, 1, 1],
-            SHAPE.registers,
-        )
-    elif FORM.two:
-        gl.warp_specialize(
-            [
-                (one_converter, (keys, shared.k, shared, E4M3, FORM)),
-                (consumer, (0, batch, shared, SPEC, SHAPE)),
-                (consumer, (1, batch, shared, SPEC, SHAPE)),
-                (one_converter, (values, shared.v, shared, E4M3, FORM)),
-                (scheduler_of, (batch, short, shared, SPEC, DIVISION, SHAPE, FORM)),
-                (producer, (((k_desc,), (v_desc,)), batch, told, SPEC, BYTES)),
-            ],
-            [4, 4, 4, 1, 1],
-            SHAPE.registers,
-        )
-    elif FORM.order:
-        WARPS: gl.constexpr = FORM.warps
-        FENCED: gl.constexpr = FORM.cfence
-        gl.warp_specialize(
-            [
-                (consumer, (0, batch, shared, SPEC, SHAPE, FENCED)),
-                (consumer, (1, batch, shared, SPEC, SHAPE, FENCED)),
-                (converter, (keys, values, shared, E4M3, SHAPE, BYTES, False, FORM)),
-                (scheduler_of, (batch, short, shared, SPEC, DIVISION, SHAPE, FORM)),
-                (producer, (((k_desc,), (v_desc,)), batch, told, SPEC, BYTES)),
-            ],
-            [4, 4, WARPS, 1],
-            SHAPE.registers,
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (converter, (keys, values, shared, E4M3, SHAPE, BYTES, False, FORM)),
-                (consumer, (0, batch, shared, SPEC, SHAPE)),
-                (consumer, (1, batch, shared, SPEC, SHAPE)),
-                (scheduler_of, (batch, short, shared, SPEC, DIVISION, SHAPE, FORM)),
-                (producer, (((k_desc,), (v_desc,)), batch, told, SPEC, BYTES)),
-            ],
-            [4, 4, 1, 1],
-            SHAPE.registers,
-        )
+    gl.warp_specialize(
+        [
+            (converter, (keys, values, shared, E4M3, SHAPE)),
+            (consumer, (0, batch, shared, SPEC, SHAPE)),
+            (consumer, (1, batch, shared, SPEC, SHAPE)),
+            (scheduler, (batch, None, shared, SPEC, DIVISION, SHAPE)),
+            (producer, (((k_desc,), (v_desc,)), batch, told, SPEC, BYTES)),
+        ],
+        [4, 4, 1, 1],
+        SHAPE.registers,
+    )

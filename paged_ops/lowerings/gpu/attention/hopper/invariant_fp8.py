@@ -83,7 +83,7 @@ def invariant_fp8_kernel(
     if SHAPE.M == WARPGROUP:
         gl.warp_specialize(
             [
-                (converter, (keys, values, shared, E4M3, SHAPE, BYTES, True)),
+                (converter, (keys, values, shared, E4M3, SHAPE, True)),
                 (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
                 (scheduler, (batch, shared, ending, SPEC, PLAN, SHAPE)),
                 (load_bytes, (descs, batch, told, ending, SPEC, PAIRS, PLAN, BYTES, LOADS)),
@@ -94,7 +94,7 @@ def invariant_fp8_kernel(
     else:
         gl.warp_specialize(
             [
-                (converter, (keys, values, shared, E4M3, SHAPE, BYTES, True)),
+                (converter, (keys, values, shared, E4M3, SHAPE, True)),
                 (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
                 (consumer, (1, batch, shared, SPEC, PLAN, SHAPE)),
                 (scheduler, (batch, shared, ending, SPEC, PLAN, SHAPE)),

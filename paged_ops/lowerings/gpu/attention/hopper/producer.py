@@ -58,20 +58,6 @@ def begin_rows(query, item, groups, slot, SPEC: gl.constexpr, SHAPE: gl.constexp
 
 
 @gluon.jit
-def prefetch_rows(query, item, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Prefetch an item's query rows to the L2, while their place in shared memory is taken."""
-    G: gl.constexpr = SPEC.G
-    LINES: gl.constexpr = SPEC.k_side.size // 64  # of 128 bytes
-    r = gl.arange(0, SHAPE.M, gl.BlockedLayout([SHAPE.M // (32 * SHAPE.warps)], [32], [SHAPE.warps], [0]))
-    token = gl.minimum(r // G, item.q_len - item.first_token - 1)
-    row = (item.row_start.to(gl.int64) + item.first_token + token) * SPEC.query[0]
-    row += (items.head_of(item, SHAPE) * G + r % G).to(gl.int64) * SPEC.query[1]
-    asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    for line in gl.static_range(LINES):
-        gl.inline_asm_elementwise(asm, "=r,l", [query + row + line * 64], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def await_rows():
     """Wait until matmuls can read the rows."""
     async_copy.wait_group(0)
@@ -79,9 +65,7 @@ def await_rows():
 
 
 @gluon.jit
-def scheduler(
-    batch, short, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, AHEAD: gl.constexpr = False
-):
+def scheduler(batch, short, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
     """Takes the items of all sequences that are not split_kernel's; ``short`` None: there are no short ones."""
     numbers, programs = batch.numbers, gl.num_programs(0)
     if short is None:
@@ -89,13 +73,12 @@ def scheduler(
     else:
         few = items.light_programs(batch, short, programs, SPEC.G, DIVISION, DIVISION.rows, SHAPE.M, SHAPE.warps)
     work = Work(numbers.T // (SHAPE.M // SPEC.G) + numbers.S, few, programs, batch.tensors.taken, short)
-    take_items(items.work_item, work, batch, shared, SPEC, DIVISION, SHAPE, AHEAD)
+    take_items(items.work_item, work, batch, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
 def take_items(
-    item_of: gl.constexpr, work, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr,
-    AHEAD: gl.constexpr = False,
+    item_of: gl.constexpr, work, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
     """Takes items, longest first, and copies their query rows, packed (token, head of the group).
 
@@ -117,8 +100,6 @@ def take_items(
         if not ends:
             ticket, at = items.take(work.counters, reverse, start, programs, last)
         if item.tiles > 0:
-            if AHEAD:
-                prefetch_rows(batch.tensors.query, item, SPEC, SHAPE)
             items.write_item(shared, n, item, WARPS)
             if ROWS_LATER:
                 fill(shared.item_ring, n)
