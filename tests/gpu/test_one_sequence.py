@@ -46,6 +46,7 @@ def test_calls_that_it_takes(H, K, T, keys, clusters):
     assert (kernel is one_sequence) == (clusters is not None)
     if clusters is not None:
         assert choice[0] == clusters
+        assert choice[1] == (1 if keys <= 64 * clusters[0] else 3)
         launches = one_sequence.build(choice, of_call, H200, shapes)
         assert launches.launches[0].grid(None) == (K * clusters[1], 1, 1)
         assert launches.counters == (K * clusters[0] if clusters[1] > 1 else 0)

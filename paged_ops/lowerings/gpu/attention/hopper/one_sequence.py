@@ -34,7 +34,8 @@ from paged_ops.lowerings.gpu.target import Target
 
 ROWS = gl.constexpr(8)  # packed query rows of a unit, at most: the columns of a matrix instruction
 PIECE = gl.constexpr(SLICE)  # keys of a warp, which lie in one block
-WARPS, STAGES = 4, 3
+WARPS = 4
+STAGES = 3  # tiles in shared memory, of a program that may have several
 PROGRAMS = 128  # of all units
 # Of a program, for the longest sequence that block tables have columns for: with more, split_kernel reads faster.
 MOST_TILES = 4
@@ -83,20 +84,21 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
         return "kv_cache: expected keys and values at multiples of 16 bytes"
     programs = min(LARGEST_CLUSTER, 1 << (PROGRAMS // spec.K).bit_length() - 1)
     number = PROGRAMS // spec.K // programs
-    if shapes.columns * spec.B > MOST_TILES * WARPS * SLICE * programs * number:
+    tiles_of_cluster = -(-shapes.columns * spec.B // (WARPS * SLICE * programs))  # of each program, if it is alone
+    if tiles_of_cluster > MOST_TILES * number:
         return f"block tables for more than {MOST_TILES} tiles of each program"
     ahead = shapes.columns * spec.B >= programs * WARPS * SLICE
     choice = decode.plan(spec, target, shapes)
     assert not isinstance(choice, str), "a tile holds so few rows"
     tiles, division, _ = choice
-    return Clusters(programs, number, rows, ALONE, ahead), (tiles, division, 0)
+    return Clusters(programs, number, rows, ALONE, ahead), STAGES if tiles_of_cluster > 1 else 1, (tiles, division, 0)
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    clusters, divided = choice
+    clusters, stages, divided = choice
     D = spec.k_side.size
     tile = TileShape(ROWS.value, WARPS * SLICE, D, D, WARPS, False)
-    constants = {"SPEC": spec, "CLUSTERS": clusters, "TILE": tile, "STAGES": STAGES, **target.overlap()}
+    constants = {"SPEC": spec, "CLUSTERS": clusters, "TILE": tile, "STAGES": stages, **target.overlap()}
     grid = spec.K * clusters.number, 1, 1
     without = UNUSED if clusters.number > 1 else (*UNUSED, "parts", "part_lse", "arrived")
     launcher = launcher_of(
