@@ -12,6 +12,14 @@ EXPECT = {"cuda:90": (r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.4d", r"set
 COLUMNS = {"cuda:90": (r"wgmma\.mma_async\.sync\.aligned\.m64n16k16.* 1, 1, 1, 0;", r"setmaxnreg\.inc")}
 # Copies of rows of the cache, 16 bytes each, which arrive at a barrier.
 SELECTED = {"cuda:90": (r"cp\.async\.cg\.shared\.global.* 0x10, ", r"cp\.async\.mbarrier\.arrive", r"setmaxnreg\.inc")}
+# Copies of 16 bytes, matrix instructions of warps, and numbers in other programs' shared memory.
+ONE = {
+    "cuda:90": (
+        r"cp\.async\.cg\.shared\.global.* 0x10, ",
+        r"mma\.sync\.aligned\.m16n8k16",
+        r"st\.shared::cluster\.f32",
+    )
+}
 # Scores by TMA; fp8 keys are widened in registers.
 INDEX = {
     "cuda:90": (
@@ -149,6 +157,15 @@ VARIANTS = [
         ),
         {"cuda:90": (*EXPECT["cuda:90"], r"\.entry dense_kernel")},
         spills=WIDE_SPILLS,
+    ),
+    Variant(
+        "hopper-one-sequence-one-cluster-and-many-and-small",
+        both(
+            prefill("NHD", 128, 32, 8, T=1, S=1, B=64),
+            prefill("NHD", 128, 8, 1, T=1, S=1),
+            prefill("HND", 128, 32, 32, T=1, S=1),
+        ),
+        {"cuda:90": (*ONE["cuda:90"], r"\.entry one_sequence_kernel")},
     ),
     Variant(
         "hopper-few-d512-8-rows-and-16-fp16-window-cap-and-two-tokens-chunk",

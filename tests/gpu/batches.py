@@ -13,6 +13,7 @@ import triton
 
 from paged_ops import layouts
 from paged_ops.features import Features, kept_keys
+from paged_ops.lowerings.gpu import spec
 from paged_ops.lowerings.gpu.attention.hopper import work, work_shares
 from paged_ops.lowerings.gpu.attention.shared import work_split
 from paged_ops.lowerings.gpu.target import Target
@@ -81,6 +82,15 @@ on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.version.hip is not None or torch.cuda.get_device_capability(GPU) != (9, 0),
     reason="needs an sm_90",
 )
+
+
+def planned(H, K, T, S, D=512, dtype=torch.half, columns=2, **features):
+    """The specification and the shapes of a call."""
+    kv_cache = layouts.kv_cache_view("NHD", torch.zeros(layouts.kv_cache_shape("NHD", 5, 16, K, D), dtype=dtype))
+    paged, f = layouts.paged_kv(kv_cache), Features(**features)
+    query, tables = torch.zeros(T, H, D, dtype=dtype), torch.zeros(S, columns, dtype=torch.int32)
+    of_call = spec.spec_of(query, paged.key, paged.value, 0, tables, None, f, query.dtype, True)
+    return of_call, spec.Shapes(T, S, 5, columns, True, spec.numbers_of(f, 0.1, columns, S, T))
 
 
 def batch(

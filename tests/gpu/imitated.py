@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,10 +39,20 @@ class Kernels:
         return made
 
 
+class Metadata(NamedTuple):
+    """What a launch by clusters changes of a kernel."""
+
+    target: GPUTarget = GPUTarget("cuda", 90, 32)
+    num_warps: int = 4
+    num_ctas: int = 1
+    shared: int = 0
+
+
 class Compiled:
     """A compiled kernel whose launch does nothing."""
 
     function = packed_metadata = None
+    metadata = Metadata()
 
     def __init__(self, run: Any) -> None:
         self._run = run

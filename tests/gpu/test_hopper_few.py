@@ -9,13 +9,10 @@ from tests.helpers.gpu import GPU, captured_into
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 import paged_ops
-from paged_ops import layouts
-from paged_ops.features import Features
-from paged_ops.lowerings.gpu import spec
 from paged_ops.lowerings.gpu.attention import choose
 from paged_ops.lowerings.gpu.attention.hopper import dense, few
 from paged_ops.lowerings.gpu.attention.triton import decode
-from tests.gpu.batches import SMALL, batch, check_parts, compare, on_hopper, parts_by_the_code
+from tests.gpu.batches import SMALL, batch, check_parts, compare, on_hopper, parts_by_the_code, planned
 from tests.gpu.step import H200
 
 LENS = [1, 16, 100, 0, 4096, 63, 64, 65, 777, 2048, 128, 129]
@@ -41,15 +38,6 @@ BATCHES = {
     "a prompt": {"heads": (8, 1), "tokens": [0, 66, *[0] * 68, 5], "lens": [300, 500, *[9] * 68, 100]},
     "head by head": {"heads": (32, 4), "tokens": ONE, "lens": LENS, "layout": "HND"},
 }
-
-
-def planned(H, K, T, S, D=512, dtype=torch.half, **features):
-    """The specification and the shapes of a call."""
-    kv_cache = layouts.kv_cache_view("NHD", torch.zeros(layouts.kv_cache_shape("NHD", 5, 16, K, D), dtype=dtype))
-    paged, f = layouts.paged_kv(kv_cache), Features(**features)
-    query, tables = torch.zeros(T, H, D, dtype=dtype), torch.zeros(S, 2, dtype=torch.int32)
-    of_call = spec.spec_of(query, paged.key, paged.value, 0, tables, None, f, query.dtype, True)
-    return of_call, spec.Shapes(T, S, 5, 2, True, spec.numbers_of(f, 0.1, 2, S, T))
 
 
 @pytest.mark.parametrize(

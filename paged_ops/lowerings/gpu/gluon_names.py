@@ -11,6 +11,11 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
 from paged_ops.lowerings.gpu.target import TRITON
 
+if TRITON >= (3, 7):  # torch 2.13
+    barrier = gl.barrier
+else:
+    barrier = gl.thread_barrier
+
 if TRITON >= (3, 8):  # torch 2.14
     load_async = async_copy.async_load
     load_box = tma.async_load

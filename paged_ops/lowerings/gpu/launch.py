@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.compiler.compiler import make_backend
 
 from paged_ops.lowerings.gpu import precompile
 from paged_ops.lowerings.gpu.target import FUSED, NEWEST_KNOWN, TRITON, on_device, settled
@@ -36,13 +37,34 @@ class Launcher:
     specialises on the sizes of storages), under a profiler's launch hooks, and if it is newer than the newest Triton
     known here. This class is the only place that knows how Triton (3.5 to 3.9) calls a compiled kernel.
 
+    ``cluster``: how many successive programs are a thread block cluster (sm_90). Triton then only compiles: to it, the
+    kernel has no clusters (see hopper/exchange.py), and the grid counts clusters.
+
     A launcher with ``can_wait`` does nothing where calls are only noted (:mod:`paged_ops.lowerings.gpu.precompile`).
     """
 
-    __slots__ = ("_compiled", "_constants", "_device", "_index", "_kernel", "_stream", "_values", "can_wait")
+    __slots__ = (
+        "_cluster",
+        "_compiled",
+        "_constants",
+        "_device",
+        "_index",
+        "_kernel",
+        "_stream",
+        "_values",
+        "can_wait",
+    )
 
-    def __init__(self, kernel: Any, constants: dict[str, Any], device: torch.device, *, can_wait: bool = False) -> None:
-        self.can_wait = can_wait
+    def __init__(
+        self,
+        kernel: Any,
+        constants: dict[str, Any],
+        device: torch.device,
+        *,
+        can_wait: bool = False,
+        cluster: int = 1,
+    ) -> None:
+        self.can_wait, self._cluster = can_wait, cluster
         self._kernel = settled(kernel)
         named = [each.name for each in getattr(kernel, "params", ()) if each.is_constexpr]
         missing = [name for name in named if name not in constants]
@@ -76,13 +98,19 @@ class Launcher:
                     notes.setdefault(precompile.job_of(*job), {})[self._device] = load
             return
         with on_device(self._device), precompile.in_cache(job):
-            compiled = self._kernel[grid](tensors, *numbers, *more, **{**FUSED, **self._constants})
+            constants = {**FUSED, **self._constants}
+            if self._cluster > 1:
+                compiled = self._kernel.warmup(tensors, *numbers, *more, grid=grid, **constants)
+            else:
+                compiled = self._kernel[grid](tensors, *numbers, *more, **constants)
             if compiled is None or torch.version.hip is not None or TRITON > NEWEST_KNOWN:
                 return
             parameters = self._kernel.arg_names[1 + len(numbers) + len(more) :]
             self._values = tuple(self._constants[name] for name in parameters)
             self._stream = triton.runtime.driver.active.get_current_stream
-            self._compiled[_alignment(addresses)] = _entry(compiled)
+            known = self._compiled[_alignment(addresses)] = _entry(compiled, self._cluster)
+            if self._cluster > 1:
+                self._launch(known, grid, addresses, numbers, *more)
 
     def at(
         self,
@@ -99,14 +127,18 @@ class Launcher:
         hook = triton.knobs.runtime.launch_enter_hook
         if known is None or getattr(hook, "calls", hook) or (self.can_wait and precompile.notes() is not None):
             return False
-        launch, kernel = known
-        arguments = (*grid, self._stream(self._index), *kernel, addresses, *numbers, *more, *self._values)
         if torch.cuda.current_device() == self._index:
-            launch(*arguments)
+            self._launch(known, grid, addresses, numbers, *more)
         else:
             with torch.cuda.device(self._index):
-                launch(*arguments)
+                self._launch(known, grid, addresses, numbers, *more)
         return True
+
+    def _launch(
+        self, known: Any, grid: tuple[int, int, int], addresses: tuple[int, ...], numbers: Sequence[Any], *more: Any
+    ) -> None:
+        launch, kernel = known
+        launch(*grid, self._stream(self._index), *kernel, addresses, *numbers, *more, *self._values)
 
 
 def _named(value: Any) -> Any:
@@ -195,21 +227,25 @@ MOST_KINDS = 4096
 
 
 def launcher_of(
-    kernel: Any, constants: dict[str, Any], device: torch.device, without: tuple[str, ...] = ()
+    kernel: Any, constants: dict[str, Any], device: torch.device, without: tuple[str, ...] = (), cluster: int = 1
 ) -> Launcher:
     """The launcher of these constants. All are hashable. They distinguish kinds of calls, with ``without``: the
-    tensors that the kernel does not get, where that does not follow from the constants."""
+    tensors that the kernel does not get, where that does not follow from the constants. ``cluster`` follows from
+    them."""
     key = (settled(kernel), device, without, *constants.items())  # its hash is its key in the cache
     if key not in _launchers:
         if len(_launchers) >= MOST_KINDS:
             _launchers.clear()
-        _launchers[key] = Launcher(kernel, constants, device, can_wait=True)
+        _launchers[key] = Launcher(kernel, constants, device, can_wait=True, cluster=cluster)
     return _launchers[key]
 
 
-def _entry(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
+def _entry(compiled: Any, cluster: int = 1) -> tuple[Any, tuple[Any, ...]]:
     """The function that launches a compiled kernel, and its arguments between the stream and the kernel's own."""
     run, function, packed, no_hooks = compiled.run, compiled.function, compiled.packed_metadata, (None, None, None)
+    if cluster > 1:
+        metadata = compiled.metadata
+        packed = make_backend(metadata.target).pack_metadata(metadata._replace(num_ctas=cluster))
     if TRITON < (3, 7) and run.global_scratch_size == run.profile_scratch_size == 0:
         # The function in C, not the method, which would allocate scratch memory.
         how = run.launch_cooperative_grid, run.launch_pdl, None, None

@@ -26,12 +26,33 @@ def kernels_of(target: Target) -> tuple[ModuleType, ...]:
 
 @functools.cache
 def hopper_kernels() -> tuple[ModuleType, ...]:
-    from paged_ops.lowerings.gpu.attention.hopper import dense, few, fp8, latent_few, latent_fp8, mixed, shares
+    from paged_ops.lowerings.gpu.attention.hopper import (
+        dense,
+        few,
+        fp8,
+        latent_few,
+        latent_fp8,
+        mixed,
+        one_sequence,
+        shares,
+    )
     from paged_ops.lowerings.gpu.attention.hopper import invariant as invariant_hopper
     from paged_ops.lowerings.gpu.attention.hopper import latent as latent_hopper
     from paged_ops.lowerings.gpu.attention.hopper import selected as selected_hopper
 
-    return few, shares, mixed, dense, fp8, latent_few, latent_hopper, latent_fp8, selected_hopper, invariant_hopper
+    return (
+        one_sequence,
+        few,
+        shares,
+        mixed,
+        dense,
+        fp8,
+        latent_few,
+        latent_hopper,
+        latent_fp8,
+        selected_hopper,
+        invariant_hopper,
+    )
 
 
 def choose(kernels: tuple[ModuleType, ...], spec: Spec, target: Target, shapes: Shapes) -> tuple[ModuleType, Choice]:
