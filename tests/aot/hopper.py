@@ -161,7 +161,7 @@ VARIANTS = [
     Variant(
         "hopper-one-sequence-one-cluster-and-many-and-small",
         both(
-            prefill("NHD", 128, 32, 8, T=1, S=1, B=64),
+            prefill("NHD", 128, 32, 8, T=1, S=1, B=128),
             prefill("NHD", 128, 8, 1, T=1, S=1),
             prefill("HND", 128, 32, 32, T=1, S=1),
         ),
