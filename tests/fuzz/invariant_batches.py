@@ -144,19 +144,24 @@ class Pool:
         self.most = [6 * self.cut if n % 3 == 0 else max(70, 2 * self.cut) for n in range(15 if self.on_gpu else 6)]
         if self.on_gpu and s.K * s.D <= 256:
             self.most[0] = 36_000
-        blocks = [2 * sum(-(-n // form.B) for n in self.most) + 3 for form in s.forms]
-        self.stores = [Store(*each, self.device, self.rng) for each in zip(s.forms, blocks, strict=True)]
-        for store in self.stores:
-            del store.expected  # which nobody asks for
-        self.caches = [self._cache(store) for store in self.stores]
         self.columns = [padded_to(4, -(-max(self.most) // each.B) + self.rng.choice((0, 1, 5))) for each in s.forms]
         self.rounds = [self._round() for _ in range(ROUNDS if self.on_gpu else 1)]
         self.ahead: list[Ahead] = []
         if self.on_gpu and number == case.number:  # the first of its kind
+            self.allocate()
             self.compile()
+            del self.stores, self.caches  # several cases are prepared at a time
 
     def _randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.dice, device=self.device)
+
+    def allocate(self) -> None:
+        """The caches, in new memory."""
+        blocks = [2 * sum(-(-n // form.B) for n in self.most) + 3 for form in self.s.forms]
+        self.stores = [Store(*each, self.device, self.rng) for each in zip(self.s.forms, blocks, strict=True)]
+        for store in self.stores:
+            del store.expected  # which nobody asks for
+        self.caches = [self._cache(store) for store in self.stores]
 
     def _cache(self, store: Store) -> dict[str, Any]:
         form = store.form
@@ -276,6 +281,7 @@ class Pool:
         path: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.s.path == "torch":
             path = mock.patch.object(fused, "compiled", return_value=None)
+        self.allocate()
         with path:
             for n, drawn in enumerate(self.rounds):
                 self.drawn = drawn
