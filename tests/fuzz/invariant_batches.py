@@ -107,11 +107,12 @@ def setting_of(number: int, seed: int, device: str) -> Setting:
         G = max(1, min(G, 1024 // D))
     names = {"": FORMS, "plain": LATENT_FORMS, "rows": (ROW_FORM,)}[latent]
     names = [each for each in names if latent or Dv == D or each.startswith("separate")]
+    blocks = (1, 8, 16, 32, 64) if "block_sparse" in features else (1, 8, 12, 16, 32, 64)
     forms: list[Form] = []
     while len(forms) < 2:
         name = rng.choice(names)
         if name != "x_packed" or D % (16 // kind.itemsize) == 0:
-            forms.append(Form.draw(rng, name, rng.choice((1, 8, 12, 16, 32, 64)), K, D, Dv, kind))
+            forms.append(Form.draw(rng, name, rng.choice(blocks), K, D, Dv, kind))
     if number % 2:
         forms[1] = forms[0]  # compiled once
     on_torch = latent == "rows" or not features.keys().isdisjoint(("block_sparse", "selected_keys"))
