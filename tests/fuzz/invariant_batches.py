@@ -48,7 +48,7 @@ MASKS = tuple(
 MASKS = (*MASKS, {"block_sparse": [64, 2, 3, 0, 0, 0, 1]}, {"selected_keys": True})
 BATCHES = 400  # of a round
 ROUNDS = 4  # of a case, on a GPU
-ENTRIES = 2100  # of a list of selected keys, which cross four cuts
+ENTRIES, ENTRIES_OF_CPU = 2100, 300  # of a list of selected keys, so that it crosses four cuts
 PLANTED = 8
 MOST_ROWS = 16384  # of all heads of a batch, about
 MOST_BYTES = (1 << 25, 1 << 25, 1 << 25, 1 << 28)  # of keys and values that a batch reads, about
@@ -145,6 +145,7 @@ class Pool:
         self.dice, self.order = case.generator(self.device), case.generator()
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.entries = ENTRIES if self.on_gpu else ENTRIES_OF_CPU
         self.whole = s.features.get("causal") is False or "bidirectional_ranges" in s.features
         self.op = torch.ops.paged_ops.paged_attention_with_lse.default
         self.op_out = torch.ops.paged_ops.paged_attention_with_lse.out
@@ -258,7 +259,7 @@ class Pool:
         table = torch.zeros(S, max(self.columns), dtype=torch.int32, device=self.device)
         integers = torch.zeros(S + 1, dtype=torch.int32, device=self.device)
 
-        lists = torch.zeros(T, 1, ENTRIES, dtype=torch.int32, device=self.device)
+        lists = torch.zeros(T, 1, self.entries, dtype=torch.int32, device=self.device)
 
         def attend(form: int, T: int, S: int) -> None:
             given = {"bidirectional_ranges": table[:S, :4].reshape(S, 2, 2), "selected_keys": lists[:T]}
@@ -313,8 +314,8 @@ class Pool:
         visible = torch.arange(length - rows, length, device=self.device)[:, None]
         order = torch.rand(rows, length, generator=self.dice, device=self.device)
         order = order.masked_fill(torch.arange(length, device=self.device) > visible, -1.0)
-        chosen = order.topk(min(length, self.rng.choice((ENTRIES, ENTRIES, 700, 90))))
-        lists = torch.full((rows, 1, ENTRIES), -1, dtype=torch.int32, device=self.device)
+        chosen = order.topk(min(length, self.rng.choice((self.entries, self.entries, self.entries // 3, 90))))
+        lists = torch.full((rows, 1, self.entries), -1, dtype=torch.int32, device=self.device)
         lists[:, 0, : chosen.indices.shape[1]] = chosen.indices.where(chosen.values >= 0, -1)
         return lists
 
