@@ -31,22 +31,28 @@ import paged_ops
 from paged_ops.lowerings.cpu import fused
 from paged_ops.lowerings.warm_up import Ahead
 
-from .caches import BITS, FORMS, Form, Store
+from .caches import BITS, FORMS, LATENT_FORMS, ROW_FORM, Form, Store
 from .invariant import E4M3, E5M2, FEATURES, Setting, moved_cut
 from .runner import Case
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [(dtype, kind) for dtype in (BF16, FP16, FP32) for kind in (dtype, E4M3, E5M2)]
-SIZES = ((128, 128), (64, 64), (256, 256), (80, 80), (192, 128), (13, 13), (32, 32), (96, 96), (16, 16), (40, 40))
+SIZES = (  # D, Dv, and the kind of latents
+    *((size, size, "") for size in (128, 64, 256, 80, 13, 32, 96, 16, 40, 512)),
+    *((192, 128, ""), (576, 512, "plain"), (72, 64, "plain"), (576, 512, "rows")),
+)
 HEADS = ((2, 4), (1, 7), (4, 1), (1, 16), (2, 3), (1, 33), (8, 1), (1, 64))  # K, G
 MASKS = tuple(
     dict(items) for items in dict.fromkeys(tuple(each.items()) for each in FEATURES if "block_sparse" not in each)
 )
-MASKS = (*MASKS, {"block_sparse": [64, 2, 3, 0, 0, 0, 1]})
+MASKS = (*MASKS, {"block_sparse": [64, 2, 3, 0, 0, 0, 1]}, {"selected_keys": True})
 BATCHES = 400  # of a round
 ROUNDS = 4  # of a case, on a GPU
+ENTRIES, ENTRIES_OF_CPU = 2100, 300  # of a list of selected keys, so that it crosses four cuts
 PLANTED = 8
 MOST_ROWS = 16384  # of all heads of a batch, about
+MOST_BYTES = (1 << 25, 1 << 25, 1 << 25, 1 << 28)  # of keys and values that a batch reads, about
+TILE = 64  # query rows for which keys are read once
 AT_ONCE = 25  # batches whose integers are copied, and whose bits are compared, together
 KINDS = ("decode", "decode", "mixed", "mixed", "chunks", "few", "single")
 
@@ -87,24 +93,31 @@ def dealt(values: Listed[Any], name: str, number: int) -> Any:
 def setting_of(number: int, seed: int, device: str) -> Setting:
     rng = random.Random(f"invariant_batches/{seed}/{number}")
     dtype, kind = DTYPES[dealt(DTYPES, f"dtypes/{seed}", number)]
-    D, Dv = SIZES[dealt(SIZES, f"sizes/{seed}", number)]
+    D, Dv, latent = SIZES[dealt(SIZES, f"sizes/{seed}", number)]
     K, G = HEADS[dealt(HEADS, f"heads/{seed}", number)]
     if number % PLANTED == 0:
         dtype = kind = FP32  # which shows the last bits
     features = {} if number % PLANTED == 0 else MASKS[dealt(MASKS, f"masks/{seed}", number)]
+    if latent:
+        K, G = 1, K * G
+        kind = E4M3 if latent == "rows" else kind
     if D * K * G > 4096:
         K = 1
     if device == "cpu":
         G = max(1, min(G, 1024 // D))
+    names = {"": FORMS, "plain": LATENT_FORMS, "rows": (ROW_FORM,)}[latent]
+    names = [each for each in names if latent or Dv == D or each.startswith("separate")]
+    blocks = (1, 8, 16, 32, 64) if "block_sparse" in features else (1, 8, 12, 16, 32, 64)
     forms: list[Form] = []
     while len(forms) < 2:
-        name = rng.choice([each for each in FORMS if Dv == D or each.startswith("separate")])
+        name = rng.choice(names)
         if name != "x_packed" or D % (16 // kind.itemsize) == 0:
-            forms.append(Form.draw(rng, name, rng.choice((1, 8, 12, 16, 32, 64)), K, D, Dv, kind))
+            forms.append(Form.draw(rng, name, rng.choice(blocks), K, D, Dv, kind))
     if number % 2:
         forms[1] = forms[0]  # compiled once
-    path = "fused" if device != "cpu" or rng.random() < 0.85 else "torch"
-    return Setting(dtype, kind, "", K, G, D, Dv, features, path, rng.random() < 0.5, tuple(forms))
+    on_torch = latent == "rows" or not features.keys().isdisjoint(("block_sparse", "selected_keys"))
+    path = "torch" if device == "cpu" and (on_torch or rng.random() < 0.15) else "fused"
+    return Setting(dtype, kind, latent, K, G, D, Dv, features, path, rng.random() < 0.5, tuple(forms))
 
 
 def run(case: Case) -> None:
@@ -132,36 +145,54 @@ class Pool:
         self.dice, self.order = case.generator(self.device), case.generator()
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.entries = ENTRIES if self.on_gpu else ENTRIES_OF_CPU
         self.whole = s.features.get("causal") is False or "bidirectional_ranges" in s.features
         self.op = torch.ops.paged_ops.paged_attention_with_lse.default
         self.op_out = torch.ops.paged_ops.paged_attention_with_lse.out
         self.features = dict(s.features, batch_invariant=True)
         for name in {"alibi_slopes", "sinks"} & {*s.features}:
             self.features[name] = self._randn(self.H) * 0.2
-        scales = self._randn(s.K if s.scaled else 1).abs() * 0.02 + 0.01
-        self.scales = {"k_scale": scales, "v_scale": scales.flip(0)} if s.kind.itemsize == 1 else {}
+        scales = self._randn(s.K if s.scaled and not s.latent else 1).abs() * 0.02 + 0.01
+        self.scales: dict[str, Tensor] = {}
+        if s.kind.itemsize == 1 and s.latent != "rows":
+            self.scales = {"k_scale": scales} if s.latent else {"k_scale": scales, "v_scale": scales.flip(0)}
+        if s.latent:
+            self.features["value_head_size"] = s.Dv
         # The longest that sequences of this kind may be: caches of its cases are equal, and so are their kernels.
         self.most = [6 * self.cut if n % 3 == 0 else max(70, 2 * self.cut) for n in range(15 if self.on_gpu else 6)]
         if self.on_gpu and s.K * s.D <= 256:
             self.most[0] = 36_000
-        blocks = [2 * sum(-(-n // form.B) for n in self.most) + 3 for form in s.forms]
-        self.stores = [Store(*each, self.device, self.rng) for each in zip(s.forms, blocks, strict=True)]
-        for store in self.stores:
-            del store.expected  # which nobody asks for
-        self.caches = [self._cache(store) for store in self.stores]
         self.columns = [padded_to(4, -(-max(self.most) // each.B) + self.rng.choice((0, 1, 5))) for each in s.forms]
         self.rounds = [self._round() for _ in range(ROUNDS if self.on_gpu else 1)]
         self.ahead: list[Ahead] = []
         if self.on_gpu and number == case.number:  # the first of its kind
+            self.allocate()
             self.compile()
+            del self.stores, self.caches  # several cases are prepared at a time
 
     def _randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.dice, device=self.device)
 
+    def allocate(self) -> None:
+        """The caches, in new memory."""
+        blocks = [2 * sum(-(-n // form.B) for n in self.most) + 3 for form in self.s.forms]
+        self.stores = [Store(*each, self.device, self.rng) for each in zip(self.s.forms, blocks, strict=True)]
+        for store in self.stores:
+            del store.expected  # which nobody asks for
+        self.caches = [self._cache(store) for store in self.stores]
+
     def _cache(self, store: Store) -> dict[str, Any]:
         form = store.form
         name = {E4M3: "fp8_e4m3", E5M2: "fp8_e5m2"}[form.kind] if form.as_bytes else "auto"
+        name = "fp8_ds_mla" if form.rows else name
         return {"kv_cache": store.kv_cache, **store.planes(), **self.scales, "kv_cache_dtype": name}
+
+    def write(self, key: Tensor, value: Tensor, slots: Tensor, cache: dict[str, Any]) -> None:
+        if self.s.latent:
+            rows = key[:, 0].split([self.s.Dv, self.s.D - self.s.Dv], 1)
+            paged_ops.latent_cache_write(*rows, slot_mapping=slots, **cache)
+        else:
+            paged_ops.reshape_and_cache(key, value, slot_mapping=slots, **cache)
 
     def _round(self) -> Round:
         """A third of the sequences cross at least four cuts."""
@@ -186,6 +217,7 @@ class Pool:
         rng, rows, live = self.rng, [], 0
         kind = rng.choice(KINDS)
         S = 1 if kind == "single" else rng.choice((1, 2, 3, 5, 9, 17, 30, 60) if self.on_gpu else (1, 2, 3, 5))
+        left, of_key = rng.choice(MOST_BYTES), self.s.K * (self.s.D + self.s.Dv) * self.s.kind.itemsize
         for _ in range(S):
             n = rng.randrange(len(lens))
             back = 0 if self.whole else rng.randrange(counts[n])
@@ -198,7 +230,8 @@ class Pool:
                 q = rng.choice((1, most)) if kind == "mixed" else rng.randint(1, most)
             rows.append((n, rng.randrange(2), lens[n] - back, q))
             live += q
-            if live * self.H > MOST_ROWS and kind in ("mixed", "chunks"):
+            left -= -(-q * self.s.G // TILE) * lens[n] * of_key
+            if left < 0 or (live * self.H > MOST_ROWS and kind in ("mixed", "chunks")):
                 break
         return self.padded(kind, rows, len(rows) + rng.choice((0, 0, 1, 3)), rng.randrange(2))
 
@@ -226,14 +259,16 @@ class Pool:
         table = torch.zeros(S, max(self.columns), dtype=torch.int32, device=self.device)
         integers = torch.zeros(S + 1, dtype=torch.int32, device=self.device)
 
+        lists = torch.zeros(T, 1, self.entries, dtype=torch.int32, device=self.device)
+
         def attend(form: int, T: int, S: int) -> None:
-            ranges = table[:S, :4].reshape(S, 2, 2)
+            given = {"bidirectional_ranges": table[:S, :4].reshape(S, 2, 2), "selected_keys": lists[:T]}
             table_ = table.view(-1)[: S * self.columns[form]].view(S, -1)
-            self.attend(form, query[:T], table_, integers[:S], integers[: S + 1], ranges)
+            self.attend(form, query[:T], table_, integers[:S], integers[: S + 1], given)
 
         def calls() -> None:
             for cache in self.caches:
-                paged_ops.reshape_and_cache(key, value, slot_mapping=slots, **cache)
+                self.write(key, value, slots, cache)
             for each in sorted(sizes):
                 attend(*each)
 
@@ -265,17 +300,31 @@ class Pool:
                 row[: len(blocks)] = blocks
             for copy in range(2):
                 slots = table[2 * sequence + copy, position // B].long() * B + position % B
-                paged_ops.reshape_and_cache(key, value, slot_mapping=slots.to(device), **cache)
+                self.write(key, value, slots.to(device), cache)
             table[-1] = 0
             self.tables.append(table.to(device))
-        ranges = [[sorted((rng.randint(0, n), rng.randint(0, n))) for _ in "ab"] for n in drawn.lens for _ in "ab"]
-        self.ranges = torch.tensor([*ranges, [[-1, -1]] * 2], dtype=torch.int32, device=device)
+        ranges = [[sorted((rng.randint(0, n), rng.randint(0, n))) for _ in "ab"] for n in drawn.lens]
+        both = [each for each in ranges for _ in "ab"]
+        self.ranges = torch.tensor([*both, [[-1, -1]] * 2], dtype=torch.int32, device=device)
+        if "selected_keys" in self.features:
+            self.selected = torch.cat([*map(self._lists, drawn.lens, drawn.counts)])
+
+    def _lists(self, length: int, rows: int) -> Tensor:
+        """Some of the keys that each of the last rows of a sequence may see, in any order."""
+        visible = torch.arange(length - rows, length, device=self.device)[:, None]
+        order = torch.rand(rows, length, generator=self.dice, device=self.device)
+        order = order.masked_fill(torch.arange(length, device=self.device) > visible, -1.0)
+        chosen = order.topk(min(length, self.rng.choice((self.entries, self.entries, self.entries // 3, 90))))
+        lists = torch.full((rows, 1, self.entries), -1, dtype=torch.int32, device=self.device)
+        lists[:, 0, : chosen.indices.shape[1]] = chosen.indices.where(chosen.values >= 0, -1)
+        return lists
 
     @torch.no_grad()
     def run(self) -> None:
         path: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.s.path == "torch":
             path = mock.patch.object(fused, "compiled", return_value=None)
+        self.allocate()
         with path:
             for n, drawn in enumerate(self.rounds):
                 self.drawn = drawn
@@ -291,7 +340,9 @@ class Pool:
     def count(self, batches: list[Batch]) -> None:
         s, counts = self.s, self.case.counts
         counts.update(each.kind for each in batches)
-        for name in (f"{s.dtype}, cache {s.kind}", f"head size {s.D}", f"masks {[*s.features]}"):
+        size = f"{s.latent} latents of {s.D}".lstrip() if s.latent else f"head size {s.D}"
+        path = () if self.on_gpu else (f"the {'C++ function' if s.path == 'fused' else 'torch path'}",)
+        for name in (f"{s.dtype}, cache {s.kind}", size, f"masks {[*s.features]}", *path):
             counts[f"batches of {name.replace('torch.', '')}"] += len(batches)
         counts.update({"batches": len(batches), "rows": sum(each.live for each in batches)})
 
@@ -338,30 +389,38 @@ class Pool:
         together = torch.tensor(integers + rows + live, dtype=torch.int32).to(self.device)
         integers_, rows_, live_ = together.split([len(integers), len(rows), len(live)])
         query, results, row, at = self.query.index_select(0, rows_), [], 0, 0
+        selected = "selected_keys" in self.features
         for batch in batches:
             pieces = []
             for size in (batch.S, batch.S, batch.S + 1):
                 pieces.append(integers_[at : at + size])
                 at += padded_to(4, size)
-            results.append([each[: batch.live] for each in self.call(batch, query[row : row + batch.T], *pieces)])
+            given = {}
+            if selected:
+                given["selected_keys"] = self.selected.index_select(0, rows_[row : row + batch.T])
+            called = self.call(batch, query[row : row + batch.T], *pieces, given)
+            results.append([each[: batch.live] for each in called])
             row += padded_to(8, batch.T)
         torch.set_num_threads(threads)
         return results, live_
 
-    def call(self, batch: Batch, query: Tensor, places: Tensor, lens: Tensor, starts: Tensor) -> list[Tensor]:
+    def call(
+        self, batch: Batch, query: Tensor, places: Tensor, lens: Tensor, starts: Tensor, given: dict[str, Tensor]
+    ) -> list[Tensor]:
         """The bits of out and lse."""
         table, out = self.tables[batch.form].index_select(0, places), None
-        ranges = self.ranges.index_select(0, places) if "bidirectional_ranges" in self.features else None
+        if "bidirectional_ranges" in self.features:
+            given["bidirectional_ranges"] = self.ranges.index_select(0, places)
         if not self.on_gpu:
             torch.set_num_threads(self.rng.choice((1, 1, 2, 3)))
         if self.rng.random() < 0.2:
             shape = batch.T, self.H, self.s.Dv
             out = torch.full(shape, torch.nan, dtype=self.s.dtype, device=self.device)
             out = out, torch.full(shape[:2], torch.nan, device=self.device)
-        results = self.attend(batch.form, query, table, lens, starts, ranges, out)
+        results = self.attend(batch.form, query, table, lens, starts, given, out)
         self.case.counts["calls"] += 1
         if self.on_gpu and self.rng.random() < 0.02:
-            results = self.replayed(lambda: self.attend(batch.form, query, table, lens, starts, ranges))
+            results = self.replayed(lambda: self.attend(batch.form, query, table, lens, starts, given))
         return [each.view(BITS[each.element_size()]) for each in results]
 
     def attend(
@@ -371,12 +430,12 @@ class Pool:
         table: Tensor,
         lens: Tensor,
         starts: Tensor,
-        ranges: Tensor | None,
+        given: dict[str, Tensor],
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """``given``: features that each batch has its own of."""
         features = {**self.features, **self.caches[form]}
-        if "bidirectional_ranges" in features:
-            features["bidirectional_ranges"] = ranges
+        features |= {name: value for name, value in given.items() if name in features}
         arguments = query, features.pop("kv_cache"), table, lens, starts, self.s.D**-0.5
         if out is None:
             results: tuple[Tensor, Tensor] = self.op(*arguments, **features)

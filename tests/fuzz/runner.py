@@ -6,6 +6,7 @@ processes share the work; process p of P runs the cases c with ``c % P == p``.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -18,8 +19,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ import torch
 
 MOST_FINDINGS = 200  # that are written down in full; the rest is counted
 INTERPRETER = "interpreter"  # the device of GPU kernels in Triton's interpreter
-AHEAD = 2  # cases that are prepared
+AHEAD = 6  # cases that are prepared
 LOST_DEVICE = 3  # exit code of a worker whose device is of no more use to it
 
 
@@ -74,6 +75,7 @@ class Results:
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     worst: dict[str, float] = dataclasses.field(default_factory=dict)
     findings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    seconds: Counter[str] = dataclasses.field(default_factory=Counter)  # of workers, by what they did
 
     def add(self, case: Case) -> None:
         self.merge(Results(case.counts + Counter(cases=1), case.worst, []))
@@ -87,18 +89,23 @@ class Results:
 
     def merge(self, other: Results) -> None:
         self.counts += other.counts
+        self.seconds += other.seconds
         for check, ratio in other.worst.items():
             self.worst[check] = max(ratio, self.worst.get(check, 0.0))
         self.findings = [*self.findings, *other.findings][:MOST_FINDINGS]
 
     def as_json(self) -> dict[str, Any]:
         worst = {check: float(f"{ratio:.3g}") for check, ratio in sorted(self.worst.items())}
-        return {"counts": dict(sorted(self.counts.items())), "worst": worst, "findings": self.findings}
+        about = {"counts": dict(sorted(self.counts.items())), "worst": worst, "findings": self.findings}
+        spent = {what: round(seconds, 3) for what, seconds in self.seconds.items()}
+        return {**about, "seconds of workers": spent} if spent else about
 
     @staticmethod
     def from_json(text: str) -> Results:
         data = json.loads(text)
-        return Results(Counter(data["counts"]), data["worst"], data["findings"])
+        return Results(
+            Counter(data["counts"]), data["worst"], data["findings"], Counter(data.get("seconds of workers", {}))
+        )
 
 
 Campaign = Callable[[Case], None]
@@ -152,34 +159,52 @@ def work(
     state: Path,
     prepare: Callable[[Case], Prepared] | None = None,
 ) -> int:
-    """A worker: cases first, first + stride, ... until a time of the clock; ``state`` has what it found so far. Each is
-    prepared ahead, so that its kernels are compiled meanwhile; until they are, other cases of the kinds before run."""
+    """A worker: cases first, first + stride, ... until a time of the clock; ``state`` has what it found so far. Some
+    are prepared ahead, so that their kernels are compiled meanwhile; until those of one are, other cases of the kinds
+    before run."""
+    variants = options.variants
+    new = iter(range(first, first + variants, stride)) if variants else itertools.count(first, stride)
+    coming: list[tuple[Case, Prepared | None]] = []
+    cases: dict[int, int] = {}  # of each kind, by its first case
+    results, written = Results(), time.monotonic()
+
+    @contextlib.contextmanager
+    def spent(what: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        results.seconds[what] += time.monotonic() - began
 
     def prepared(number: int) -> tuple[Case, Prepared | None]:
         case = Case(campaign, number, options)
-        return case, None if prepare is None else _attempt(case, prepare)
+        with spent("preparing"):
+            return case, None if prepare is None else _attempt(case, prepare)
 
-    variants = options.variants
-    new = iter(range(first, first + variants, stride)) if variants else itertools.count(first, stride)
-    coming: deque[tuple[Case, Prepared | None]] = deque()
-    cases: dict[int, int] = {}  # of each kind, by its first case
-    results, written = Results(), time.monotonic()
+    def is_ready(each: tuple[Case, Prepared | None]) -> bool:
+        return each[1] is None or each[1].ready()
+
     with open(state.with_suffix(".case"), "w+b", buffering=0) as current:
         os.pwrite(current.fileno(), f"{first:<20d}".encode(), 0)
         while not results.counts or time.time() < until:
             coming.extend(prepared(number) for number in itertools.islice(new, AHEAD - len(coming)))
-            if coming and (not cases or coming[0][1] is None or coming[0][1].ready()):
-                case, rest = coming.popleft()
+            ready = next(filter(is_ready, coming), None)
+            if ready is not None:
+                coming.remove(ready)
+                case, rest = ready
                 cases[case.number] = 0
-            else:
+            elif cases:
                 number = min(cases, key=lambda each: cases[each])
                 cases[number] += 1
                 case, rest = prepared(number + variants * cases[number])
+            else:
+                with spent("waiting for compilers"):
+                    time.sleep(0.05)
+                continue
             os.pwrite(current.fileno(), f"{case.number:<20d}".encode(), 0)
-            if rest is not None:
-                _attempt(case, lambda _, rest=rest: rest.run())
-            elif prepare is None:
-                _attempt(case, function)
+            with spent("running"):
+                if rest is not None:
+                    _attempt(case, lambda _, rest=rest: rest.run())
+                elif prepare is None:
+                    _attempt(case, function)
             results.add(case)
             if time.monotonic() - written > 1 or not case.usable:
                 _write(state, results)
@@ -286,7 +311,7 @@ def run_long(
             if now > saved + 5 and out is not None:
                 out.write_text(json.dumps(summary(), indent=1) + "\n")
                 saved = now
-            if now > told + 30:
+            if now > told + 10:
                 told = now
                 print(f"{now - began:.0f} s", json.dumps(summary()["counts"]), flush=True)
         found = summary()
