@@ -46,6 +46,7 @@ def attention(
     alibi_slopes: Tensor | None = None,
     indices: Index | Tensor | None = None,
     block_indices: Index | Tensor | None = None,
+    given_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention of one layer, as transformers calls it: write the new keys and values, then attend.
@@ -62,6 +63,7 @@ def attention(
         softcap, s_aux: soft cap of the logits, sinks ``[H]``; None is off.
         indices, block_indices: of a layer with an indexer its result, of a layer that shares it the selected keys;
             None, or none per token, is all.
+        given_mask: the mask that the layer got, if its code makes another one of it.
 
     Returns:
         ``[1, T, H, Dv]``, and no attention weights but the selected keys ``[T, G, k]``, if keys are selected.
@@ -95,7 +97,8 @@ def attention(
     if isinstance(selected, Tensor) and not selected.shape[-1]:
         selected = None
     if isinstance(kv_caches, Probe):
-        noted, kv_cache = kv_caches.attend(module, key, value, attention_mask, selected)
+        mask = attention_mask if given_mask is None else given_mask
+        noted, kv_cache = kv_caches.attend(module, key, value, mask, selected)
     else:
         if not hasattr(module, "paged_attending"):
             raise ValueError(

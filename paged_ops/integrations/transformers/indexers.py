@@ -1,12 +1,14 @@
 """Indexers of transformers' models: small attention heads that select the keys each token attends to.
 
 An indexer computes queries and one key per token. A key's score is the sum of its products with the queries of the
-token, or their maximum in a block of keys; attention sees the best keys or blocks alone. Served are two kinds:
+token, or their maximum in a block of keys; attention sees the best keys or blocks alone. Served are three kinds:
 
 - DSA, over latents (DeepSeek-V3.2, GLM-MoE-DSA): ``sum_h w[h] relu(q[h] . k)``, the ``index_topk`` best keys for all
   heads. Layers without an indexer use the keys of the layer before.
 - MSA, over keys and values (MiniMax-M3): ``max_j q[h] . k[j]`` per block of keys, the best blocks per key/value head,
   the last ones always.
+- QSA, over keys and values (Qwen4): ``sum_h relu(q[h] . k)`` with one key per window of tokens, the best windows and
+  the tokens of the last one: :mod:`paged_ops.integrations.transformers.index_windows`.
 
 While a model is wrapped, its indexers return their queries and keys (:class:`Index`) in place of selected keys. The
 model passes these to the attention function, which writes the keys into a cache ``[N, B, Di]`` with the block table
@@ -31,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from paged_ops.integrations.transformers import index_windows
 from paged_ops.integrations.transformers.probe import Index
 from paged_ops.integrations.transformers.trial import LENGTHS
 from paged_ops.integrations.transformers.wrapping import Wrapping
@@ -41,7 +44,6 @@ _DSA = ("wq_b", "wk", "k_norm", "weights_proj", "index_topk", "qk_rope_head_dim"
 _MSA = ("q_proj", "k_proj", "q_norm", "k_norm", "topk_blocks", "local_blocks", "block_size")
 # Other kinds, and why they are refused.
 _REFUSED = {
-    "Qwen4ExpTextQSAIndexer": "it keeps one key per several tokens, their mean, in a cache of another length",
     "Glm5NextTextIndexer": "it keeps one key per several tokens, their weighted mean",
     "DeepseekV4Indexer": "it keeps one compressed key per several tokens, as do the layers themselves",
     "MistralLarge4TextIndexer": "its queries depend on positions and on other inputs",
@@ -57,6 +59,8 @@ def has_indexer(module: Any) -> bool:
 
 def budget(indexer: Any) -> int:
     """How many keys it selects for each token."""
+    if index_windows.is_known(indexer):
+        return index_windows.budget(indexer)
     return int(indexer.index_topk if _is_dsa(indexer) else indexer.topk_blocks * indexer.block_size)
 
 
@@ -72,11 +76,16 @@ def install(wrapping: Wrapping, model: PreTrainedModel, length: int | None) -> b
         indexer: Any = module.indexer
         kind: Any = type(indexer)
         selects_all = _is_known(indexer) and length is not None and max(length, *LENGTHS) <= budget(indexer)
-        if selects_all:
+        if not selects_all:
+            wrapping.set_attribute(indexer, "paged_form", _form_of(indexer, model))
+        if index_windows.is_known(indexer):
+            wrapping.retype(indexer, _retyped(kind, index_windows.no_mask))
+            of_windows: Any = type(module)
+            wrapping.retype(module, index_windows.attending(of_windows))
+        elif selects_all:
             wrapping.retype(indexer, _retyped(kind, _select_all))
-            continue
-        wrapping.set_attribute(indexer, "paged_form", _form_of(indexer, model))
-        wrapping.retype(indexer, _retyped(kind, _dsa if _is_dsa(indexer) else _msa))
+        else:
+            wrapping.retype(indexer, _retyped(kind, _dsa if _is_dsa(indexer) else _msa))
     for module in model.modules() if of_model else ():
         if hasattr(module, "skip_topk"):  # it returns what it selected, for the layers after it
             of_attention: Any = type(module)
@@ -89,6 +98,8 @@ def select(module: Any, index: Index, index_cache: Tensor, pool: PoolMetadata, m
     key, query = index.key, index.query
     if index_cache.dtype.itemsize > 1:  # latents may be stored in another format than index keys
         key, query = key.to(index_cache.dtype), query.to(index_cache.dtype)
+    if index.starts is not None:
+        return index_windows.select(module.indexer, index._replace(key=key, query=query), index_cache, pool, metadata)
     latent_cache_write(key, key[:, :0], index_cache, pool.slot_mapping)
     batch = index_cache, pool.block_tables, metadata.seq_lens, metadata.query_start_loc
     indexer = module.indexer
@@ -102,7 +113,7 @@ def select(module: Any, index: Index, index_cache: Tensor, pool: PoolMetadata, m
 def block_size_of(module: Any) -> int:
     """The tokens per selected block of a module; 1 if it selects keys."""
     indexer = getattr(module, "indexer", None)
-    return int(getattr(indexer, "block_size", 1))
+    return int(getattr(indexer, "block_size", getattr(indexer, "compress_ratio", 1)))
 
 
 def _is_dsa(indexer: Any) -> bool:
@@ -110,7 +121,7 @@ def _is_dsa(indexer: Any) -> bool:
 
 
 def _is_known(indexer: Any) -> bool:
-    return _is_dsa(indexer) or all(hasattr(indexer, name) for name in _MSA)
+    return _is_dsa(indexer) or index_windows.is_known(indexer) or all(hasattr(indexer, name) for name in _MSA)
 
 
 # In place of an indexer's forward
@@ -185,7 +196,7 @@ def _form_of(indexer: Any, model: PreTrainedModel) -> tuple[Callable[..., Any], 
 
 def _refusal(indexer: Any, model: PreTrainedModel, reason: str) -> ValueError:
     return ValueError(
-        "model: expected indexers that score one key per token, as those of DeepSeek-V3.2 or MiniMax-M3, got"
+        "model: expected indexers as those of DeepSeek-V3.2, MiniMax-M3 or Qwen4, got"
         f" {type(indexer).__name__} in {type(model).__name__}: {reason}"
     )
 
@@ -212,48 +223,70 @@ class _Inputs(NamedTuple):
 
 @torch.no_grad()
 def _own_choice(indexer: Any, device: torch.device, dtype: torch.dtype) -> tuple[_Inputs, Tensor]:
-    """Random inputs, and which keys the indexer's own code selects for them with a small budget: ``[1, T, k]``, or
-    blocks ``[1, Hi, T, k]``."""
-    columns_of_token = (indexer.wk if _is_dsa(indexer) else indexer.k_proj).in_features
+    """Random inputs, and which keys or blocks the indexer's own code selects for them with a small budget: bool
+    ``[G, T, n]``."""
+    of_windows = index_windows.is_known(indexer)
+    projection = "wk" if _is_dsa(indexer) else "index_qk_proj" if of_windows else "k_proj"
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(columns: int) -> Tensor:
         shape = 1, _TOKENS, columns
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
 
-    P = indexer.qk_rope_head_dim if _is_dsa(indexer) else indexer.head_dim // 4 * 2
+    size = indexer.index_head_dim if of_windows else getattr(indexer, "head_dim", 0)
+    P = indexer.qk_rope_head_dim if _is_dsa(indexer) else size // 4 * 2
     angles = random(P // 2).float().repeat(1, 1, 2)
     embeddings = angles.cos().to(dtype), angles.sin().to(dtype)
+    hidden_states = random(getattr(indexer, projection).in_features)
     positions = torch.arange(_TOKENS, device=device)
-    if not _is_dsa(indexer):
-        inputs = _Inputs(random(columns_of_token), None, embeddings)
+    visible = positions <= positions[:, None]
+    if of_windows:
+        small = dict(token_budget=_SELECTED * _BLOCK, block_topk=_SELECTED, compress_ratio=_BLOCK)
+        with _changed(indexer, **small):
+            mask = indexer(hidden_states, embeddings, visible[None, None], None)[0]
+        whole = (mask | ~visible).unflatten(-1, (-1, _BLOCK)).all(-1)  # windows of which it selects all visible tokens
+        return _Inputs(hidden_states, None, embeddings), whole & visible[:, ::_BLOCK]
+    if _is_dsa(indexer):
+        inputs, n = _Inputs(hidden_states, random(indexer.wq_b.in_features), embeddings), _TOKENS
+        with _changed(indexer, index_topk=_SELECTED):
+            chosen = indexer(*inputs, visible[None], positions[None], None)
+    else:
+        inputs, n = _Inputs(hidden_states, None, embeddings), _TOKENS // _BLOCK
         with _changed(indexer, topk_blocks=_SELECTED, block_size=_BLOCK):
-            return inputs, indexer(inputs.hidden_states, embeddings, None, positions[None])
-    inputs = _Inputs(random(columns_of_token), random(indexer.wq_b.in_features), embeddings)
-    visible = (positions[None] <= positions[:, None])[None]
-    with _changed(indexer, index_topk=_SELECTED):
-        return inputs, indexer(*inputs, visible, positions[None], None)
+            chosen = indexer(hidden_states, embeddings, None, positions[None])
+    lists = chosen.flatten(0, -3).long()  # [G, T, k], -1 is padding
+    with_padding = torch.zeros((*lists.shape[:2], n + 1), dtype=torch.bool, device=device)
+    return inputs, with_padding.scatter(-1, torch.where(lists < 0, n, lists), True)[..., :n]
 
 
 @torch.no_grad()
-def _agrees(indexer: Any, form: tuple[Callable[..., Any], bool], inputs: _Inputs, chosen: Tensor) -> bool:
+def _agrees(indexer: Any, form: tuple[Callable[..., Any], bool], inputs: _Inputs, is_chosen: Tensor) -> bool:
     """Whether no key or block that the indexer left out has a higher score, computed in this form, than a chosen
     one."""
-    positions = torch.arange(_TOKENS, device=chosen.device)
     with _changed(indexer, paged_form=form):
-        index = (_dsa if _is_dsa(indexer) else _msa)(indexer, **inputs._asdict())
-    scores = torch.einsum("thd,jd->htj", index.query.float(), index.key.float())
-    if index.weights is not None:
-        scores = (torch.relu(scores) * index.weights.T[:, :, None]).sum(0, keepdim=True)
-    most = scores.abs().max()
-    scores = scores.masked_fill(positions > positions[:, None], float("-inf"))
-    if index.weights is None:
-        scores = scores.unflatten(-1, (-1, _BLOCK)).amax(-1)
-        behind = positions[:, None] // _BLOCK - positions[: scores.shape[-1]]
-        scores = scores.masked_fill((behind >= 0) & (behind < indexer.local_blocks), float("inf"))
-    lists, n = chosen.flatten(0, -3).long(), scores.shape[-1]  # [1 or Hi, T, k], -1 is padding
-    of_padding = scores.new_zeros((*scores.shape[:-1], n + 1), dtype=torch.bool)
-    is_chosen = of_padding.scatter(-1, torch.where(lists < 0, n, lists), True)[..., :n]
+        scores = _scores(indexer, inputs)
+    most = scores.masked_fill(scores.isinf(), 0.0).abs().max()
     worst = scores.masked_fill(~is_chosen, float("inf")).amin(-1)
     others = scores.masked_fill(is_chosen, float("-inf")).amax(-1)
     return bool((others <= worst + _TOLERANCE * most).all())
+
+
+def _scores(indexer: Any, inputs: _Inputs) -> Tensor:
+    """The scores of keys or blocks ``[G, T, n]``: -inf where none is visible, inf where one is always selected."""
+    positions = torch.arange(_TOKENS, device=inputs.hidden_states.device)
+    blocks, own = positions[: _TOKENS // _BLOCK], positions[:, None] // _BLOCK
+    if index_windows.is_known(indexer):
+        scores = index_windows.scores(indexer, inputs.hidden_states, inputs.position_embeddings, _BLOCK)
+        complete = (positions[:, None] + 1) // _BLOCK
+        scores = scores.masked_fill(blocks >= complete, float("inf"))
+        return scores.masked_fill(blocks > own, float("-inf"))
+    index = (_dsa if _is_dsa(indexer) else _msa)(indexer, **inputs._asdict())
+    scores = torch.einsum("thd,jd->htj", index.query.float(), index.key.float())
+    if index.weights is not None:
+        scores = (torch.relu(scores) * index.weights.T[:, :, None]).sum(0, keepdim=True)
+    scores = scores.masked_fill(positions > positions[:, None], float("-inf"))
+    if index.weights is not None:
+        return scores
+    scores = scores.unflatten(-1, (-1, _BLOCK)).amax(-1)
+    behind = own - blocks
+    return scores.masked_fill((behind >= 0) & (behind < indexer.local_blocks), float("inf"))

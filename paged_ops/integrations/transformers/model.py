@@ -33,7 +33,7 @@ from paged_ops.cache.kv_cache import KVCache
 from paged_ops.cache.shard import UNSHARDED
 from paged_ops.cache.states import StateCache
 from paged_ops.checks import expect, flag, is_integer
-from paged_ops.integrations.transformers import few_rows, indexers
+from paged_ops.integrations.transformers import few_rows, index_windows, indexers
 from paged_ops.integrations.transformers.all_reduce_fusion import LAST_NORMS, AllReduceReport, Watch
 from paged_ops.integrations.transformers.attention_function import PROBE
 from paged_ops.integrations.transformers.generation_config import GenerationFields
@@ -152,7 +152,7 @@ class PagedCausalLM:
         self._wrapping = Wrapping(model)
         self.states: StateLayers | None = None
         self.sums: AllReduceReport | None = None
-        self.num_layers = 0
+        self.num_layers, self._window = 0, 1
         probes: list[Probe] = []
 
         def wrap() -> None:
@@ -218,6 +218,7 @@ class PagedCausalLM:
         self.sums = watch.fuse(self._wrapping)
         self.states = StateLayers.find(model)
         refuse_layers(model, self.states, indexers.install(self._wrapping, model, self.max_model_len))
+        self._window = index_windows.window_of(model)
         if self.states is not None:
             self._wrapping.keep_states(self.states)
         if self.batch_invariant:
@@ -226,7 +227,7 @@ class PagedCausalLM:
         for module in latent_modules(model) if latent else ():
             self._wrapping.set_attribute(module, "expand_kv", as_they_are)
         replace_attention(self._wrapping, model)
-        how = self.states, self.batch_invariant
+        how = self.states, self.batch_invariant, index_windows.whole_windows(self._window)
         run = functools.partial(run_probe, model, self._step, dense, self.max_model_len, *how)
         try:
             probe = run()
@@ -317,7 +318,7 @@ class PagedCausalLM:
         """
         device = self.model.device
         shard = UNSHARDED if self.context is None else self.context.shard
-        block_size = 16 * shard.size if block_size is None else block_size
+        block_size = index_windows.whole_windows(self._window) * shard.size if block_size is None else block_size
         sizes = self.num_layers, num_blocks, block_size, self.num_kv_heads, self.head_size
         row_scales = has_row_scales(kv_cache_dtype)
         options: dict[str, Any] = {
@@ -472,10 +473,9 @@ class PagedCausalLM:
     def _step(
         self, input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Any, **inputs: Any
     ) -> Tensor:
-        arguments: dict[str, Any] = {"logits_to_keep": last_rows} if self._takes_rows else {}
-        arguments.update(inputs)
+        arguments: dict[str, Any] = {**({"logits_to_keep": last_rows} if self._takes_rows else {}), **inputs}
         if self._takes_positions:
-            arguments["position_ids"] = metadata.positions[None]
+            arguments["position_ids"] = index_windows.positions_for(metadata.positions, self._window)
         if self.states is None:
             # Not read. Without it, transformers looks for packed sequences, which synchronises.
             arguments["attention_mask"] = torch.ones_like(input_ids[None], dtype=torch.bool)

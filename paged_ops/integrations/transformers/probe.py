@@ -60,6 +60,7 @@ class Index(NamedTuple):
     query: Tensor  # [T, Hi, Di]
     key: Tensor  # [T, Di]
     weights: Tensor | None  # [T, Hi], float32
+    starts: tuple[Tensor, Tensor] | None = None  # cos, sin [T, P] of the first token of the window that ends with each
 
 
 @dataclass(frozen=True)
@@ -314,9 +315,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
-_BLOCK_SIZE = 16  # the default, so that later calls reuse the kernels of the trial
-
-
 def masks_by_type(model: Any) -> bool:
     """Whether the masks depend on ``token_type_ids``, so tokens of a prompt may see later ones."""
     make_masks = getattr(model, "create_masks_for_generate", None)
@@ -331,6 +329,7 @@ def run_probe(
     max_model_len: int | None,
     states: StateLayers | None = None,
     batch_invariant: bool = False,
+    block_size: int = 16,
 ) -> Probe:
     """Run ``step`` of ``model`` on the trial sequences with a probe as caches. Its logits must agree with ``dense``.
 
@@ -342,14 +341,14 @@ def run_probe(
     length = max(max_model_len or 0, 2**20)
     layout = get_default_layout(model.device)
     options: dict[str, Any] = {"masks_by_type": masks_by_type(model), "batch_invariant": batch_invariant}
-    probe = Probe(names, length, len(LENGTHS), _BLOCK_SIZE, layout, **options)
+    probe = Probe(names, length, len(LENGTHS), block_size, layout, **options)
     cache = None if states is None else StateCache(states.specs, len(LENGTHS), device=model.device)
     if cache is not None:
         probe.states = cache.tensors
         for seq_id in range(len(LENGTHS)):
             cache.admit(seq_id)
     builder = AttentionMetadataBuilder(
-        _BLOCK_SIZE,
+        block_size,
         len(LENGTHS),
         sum(CHUNKS[0]),
         1,

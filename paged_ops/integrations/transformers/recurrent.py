@@ -180,8 +180,10 @@ class StateLayers:
 class _Observed:
     """One call of a module that updated states."""
 
-    def __init__(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.module, self.name, self.args, self.kwargs = module, name, args, kwargs
+    def __init__(
+        self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], within: tuple[_Observed, ...]
+    ) -> None:
+        self.module, self.name, self.args, self.kwargs, self.within = module, name, args, kwargs, within
         self.states: dict[tuple[int, StateKey], Tensor] = {}
 
     @property
@@ -234,6 +236,10 @@ def _observe(model: PreTrainedModel, cache: Cache, argument: str) -> list[_Obser
         raise
     except Exception as error:
         raise ValueError(f"model: {name} fails on a few tokens with a cache: {error}") from error
+    for key, call in list(found.items()):  # a module within another that keeps state gets its cache from that one
+        outer = next((each for each in call.within if id(each) in found), None)
+        if outer is not None:
+            outer.states.update(found.pop(key).states)
     calls = list(found.values())
     if len({call.module for call in calls}) < len(calls) or any(len({i for i, _ in c.states}) > 1 for c in calls):
         raise ValueError(
@@ -251,7 +257,7 @@ def _calls_with(model: nn.Module, cache: Cache, running: list[_Observed]) -> Ite
     def begin(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if any(each is cache for each in (*args, *kwargs.values())):
-                running.append(_Observed(module, name, args, kwargs))
+                running.append(_Observed(module, name, args, kwargs, tuple(running)))
 
         return hook
 
@@ -329,7 +335,10 @@ def _takes_up(
             effects = [_distance(a, b) for a, b in zip(one_by_one, without, strict=True)]
             sizes = effects + [float(state.abs().max()) for state in last]
             pairs = zip(one_by_one + last, at_once + last_at_once, sizes, strict=True)
-            return all(_distance(a, b) <= 0.1 * size + _rounding(a) for a, b, size in pairs)
+            # token ids in a state are exact
+            return all(
+                _distance(a, b) <= (0.1 * size + _rounding(a) if a.is_floating_point() else 0.0) for a, b, size in pairs
+            )
     return False
 
 

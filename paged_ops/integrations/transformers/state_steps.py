@@ -6,7 +6,7 @@ Letters: T tokens of the batch, S sequences, n sequences of one call, R rows of 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +53,7 @@ class StepStates(Cache):
         of_one_layer: bool = False,
     ) -> None:
         # Cache.__init__ is not called: it would make layers
-        self.layers: list[Any] = []
+        self.layers: Any = _NoLayers()
         self.groups, self.num_tokens = groups, num_tokens
         self.calls, self.sequence_of_token = calls, sequence_of_token
         self.of_one_layer = of_one_layer
@@ -118,11 +118,24 @@ class StepStates(Cache):
 class _Same:
     """A list with the same layer at every index, so that one compiled code serves all layers."""
 
-    def __init__(self, layer: LinearAttentionLayer) -> None:
+    def __init__(self, layer: Any) -> None:
         self.layer = layer
 
-    def __getitem__(self, layer_idx: int) -> LinearAttentionLayer:
+    def __getitem__(self, layer_idx: int) -> Any:
         return self.layer
+
+
+class _NoLayers:
+    """A list of no layers. At any index, an indexer of transformers finds no earlier positions, as those that it needs
+    are an argument."""
+
+    indexer_position_ids: Tensor | None = None
+
+    def __getitem__(self, layer_idx: int) -> _NoLayers:
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
 
 class LayerCache(Cache):

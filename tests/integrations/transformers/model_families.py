@@ -224,11 +224,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": dict(axial_pos_shape=[16, 16], axial_pos_embds_dim=[32, 32]),
     "qwen4_exp_text": dict(
         ngram_vocab_size_base=64,
-        ple_embed_dim=16,
-        indexer_n_heads=2,
+        ple_embed_dim=32,
+        ple_layer_ids=[1, 3],
+        eos_token_id=125,
+        indexer_n_heads=16,
         indexer_kv_heads=1,
         indexer_head_dim=16,
-        indexer_budget=16,
+        indexer_budget=8,
         indexer_compress_ratio=4,
     ),
     "zamba": dict(layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"]),
@@ -253,7 +255,7 @@ UNBUILT = {"gemma4_assistant": "drafts for a Gemma 4 and attends to that model's
 # Layer types that the config of a family names and its tiny model does not have, and why.
 LEFT_OUT = {
     "dots3_note_text": "all of its full layers have indexers, or none has one",
-    "qwen4_exp_text": "refused for its other attention",
+    "qwen4_exp_text": "its config takes full_attention for indexed_attention",
     "deepseek_v4": "refused for its other attention",
 }
 

@@ -22,9 +22,9 @@ from paged_ops.integrations.transformers import PagedCausalLM, indexers  # noqa:
 from paged_ops.integrations.transformers.continuous_batching import attention as attention_of_batches  # noqa: E402
 from paged_ops.integrations.transformers.refusals import refuse_context  # noqa: E402
 from paged_ops.integrations.transformers.wrapping import Wrapping  # noqa: E402
-from tests.integrations.transformers.model_families import OVERRIDES, SIZES, make_model  # noqa: E402
+from tests.integrations.transformers.indexed_models import GREEDY, generate_by_transformers, prompts  # noqa: E402
+from tests.integrations.transformers.model_families import OVERRIDES, make_model  # noqa: E402
 
-GREEDY = SamplingParams(max_new_tokens=8, stop_token_ids=())
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v32": {},
     "glm_moe_dsa": {},
@@ -34,6 +34,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "axk2": {},
     "hy_v4": dict(indexer_types=["full", "full", "shared", "shared"]),
     "dots3_note_text": {},
+    "qwen4_exp_text": dict(
+        layer_types=["indexed_attention"] * 4, ple_layer_ids=None, indexer_budget=10, indexer_compress_ratio=5
+    ),
 }
 INDEX_CACHES = {
     "deepseek_v32": 4,
@@ -42,6 +45,7 @@ INDEX_CACHES = {
     "axk2": 4,
     "hy_v4": 2,
     "dots3_note_text": 2,
+    "qwen4_exp_text": 4,
 }
 
 
@@ -55,23 +59,6 @@ def two_layers_of(family: str, **others: Any) -> Any:
         name: value[:2] for name, value in {**OVERRIDES[family], **FAMILIES[family]}.items() if type(value) is list
     }
     return model_of(family, num_hidden_layers=2, **{**changes, **others})
-
-
-@functools.cache
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(2)
-
-    def random(length: int) -> list[int]:
-        return torch.randint(5, SIZES["vocab_size"] - 4, (length,), generator=generator).tolist()
-
-    shared = random(40)
-    return [random(1), random(23), random(70), [*shared, *random(3)], [*shared, *random(12)]]
-
-
-def generate_by_transformers(model: Any) -> list[list[int]]:
-    options: dict[str, Any] = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-    outputs = (model.generate(torch.tensor([p], device=model.device), **options)[0] for p in prompts())
-    return [output[len(p) :].tolist() for output, p in zip(outputs, prompts(), strict=True)]
 
 
 def generate(paged: Any, kv_cache: Any = None) -> list[list[int]]:
@@ -105,7 +92,7 @@ def test_tokens_equal_generate(family: str) -> None:
     assert len(index_caches) == INDEX_CACHES.get(family, len(index_caches))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "minimax_m3_vl_text"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "minimax_m3_vl_text", "qwen4_exp_text"])
 def test_tokens_differ_when_the_selection_is_ignored(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     select = indexers.select
 
@@ -137,7 +124,7 @@ def test_of_equal_scores_the_first_keys_are_selected(monkeypatch: pytest.MonkeyP
     assert any(ties) and generate(PagedCausalLM(model)) == want
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "minimax_m3_vl_text"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "minimax_m3_vl_text", "qwen4_exp_text"])
 def test_tokens_differ_when_index_keys_do_not_move_with_their_blocks(family: str) -> None:
     paged = PagedCausalLM(model_of(family))
     kept = [layer for layer, spec in enumerate(paged.layers) if spec.value_head_size]
@@ -151,7 +138,10 @@ def test_tokens_differ_when_index_keys_do_not_move_with_their_blocks(family: str
     assert texts[0] != texts[1] and [text[:8] for text in texts[0]] == expected(family)
 
 
-@pytest.mark.parametrize("family", ["glm_moe_dsa", pytest.param("minimax_m3_vl_text", marks=pytest.mark.slow)])
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("minimax_m3_vl_text", "qwen4_exp_text")]
+
+
+@pytest.mark.parametrize("family", ["glm_moe_dsa", *SLOW])
 def test_compiled_layers(family: str) -> None:
     paged = PagedCausalLM(model := two_layers_of(family)).compile_layers(backend="eager")
     loop = GenerationLoop(paged, paged.allocate_kv_cache(64, 5), max_num_seqs=8, max_num_tokens=24)
@@ -164,7 +154,7 @@ def test_compiled_layers(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v32", "minimax_m3_vl_text"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "minimax_m3_vl_text", "qwen4_exp_text"])
 def test_compiled_whole_without_copies(family: str) -> None:
     dense = {"mlp_layer_types": ["dense"] * 2} if family == "deepseek_v32" else {}  # experts compile for long
     paged = PagedCausalLM(two_layers_of(family, **dense))
@@ -196,7 +186,11 @@ def test_tokens_equal_generate_in_cuda_graphs(family: str, how: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_index_keys_where_all_keys_are_selected(family: str) -> None:
-    model = model_of(family, index_topk_blocks=4) if family.startswith("minimax") else model_of(family)
+    changes = {
+        "minimax_m3_vl_text": dict(index_topk_blocks=4),
+        "qwen4_exp_text": dict(indexer_budget=6, indexer_compress_ratio=3),
+    }
+    model = model_of(family, **changes.get(family, {}))
     paged = PagedCausalLM(model, max_model_len=8)
     assert all(spec.value_head_size for spec in paged.layers)
     loop = GenerationLoop(paged, paged.allocate_kv_cache(64, 4))
@@ -252,7 +246,7 @@ def test_how_an_indexer_rotates_is_found_by_its_choice() -> None:
     assert form("hy_v4") == ("apply_rotary_pos_emb", True)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "minimax_m3_vl_text"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "minimax_m3_vl_text", "qwen4_exp_text"])
 def test_an_indexer_that_selects_other_keys_is_refused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(family)
     kind = next(type(module.indexer) for module in model.modules() if indexers.has_indexer(module))
@@ -262,15 +256,14 @@ def test_an_indexer_that_selects_other_keys_is_refused(family: str, monkeypatch:
         return forward(self, hidden_states.flip(-1), *args, **kwargs)
 
     monkeypatch.setattr(kind, "forward", scaled)
-    with pytest.raises(ValueError, match=rf"model: expected indexers that .*, got {kind.__name__}.*other keys"):
+    with pytest.raises(ValueError, match=rf"model: expected indexers as .*, got {kind.__name__}.*other keys"):
         PagedCausalLM(model)
     assert not any("paged_form" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("family", ["qwen4_exp_text", "deepseek_v4"])
-def test_other_indexers_are_refused_by_name(family: str) -> None:
-    model = make_model(family)
-    with pytest.raises(ValueError, match=r"model: expected indexers that score one key per token, .*: it keeps one"):
+def test_other_indexers_are_refused_by_name() -> None:
+    model = make_model("deepseek_v4")
+    with pytest.raises(ValueError, match=r"model: expected indexers as those .*: it keeps one"):
         PagedCausalLM(model)
 
 
