@@ -479,6 +479,10 @@ class PagedCausalLM:
         if self.states is None:
             # Not read. Without it, transformers looks for packed sequences, which synchronises.
             arguments["attention_mask"] = torch.ones_like(input_ids[None], dtype=torch.bool)
+            if self._window > 1 and not isinstance(kv_caches, Probe):
+                # Models with windows may have linear attention, for which they look for padding in a mask of two
+                # dimensions, which synchronises, too. One of four is passed on: an empty one means none to attention.
+                arguments["attention_mask"] = arguments["attention_mask"].new_empty(1, 1, 0, 0)
         else:
             tensors = kv_caches.states if isinstance(kv_caches, Probe) else kv_caches[self.num_layers :]
             arguments[self.states.argument] = self.states.step(metadata, len(input_ids), tensors)

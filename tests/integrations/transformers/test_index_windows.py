@@ -141,7 +141,7 @@ def test_windows_are_selected_as_over_one_sequence(r: int, device: str) -> None:
     queries = [torch.randn(n, heads, Di, generator=generator).to(device) for n in lengths]
     keys = [torch.randn(n, Di, generator=generator).to(device) for n in lengths]
     tables = torch.randperm(20, generator=generator)[:16].view(4, 4).tolist()
-    builder = AttentionMetadataBuilder(B, 5, 40, 4, device, num_blocks=20, num_staging_buffers=0)
+    builder = AttentionMetadataBuilder(B, 5, 40, 4, device, num_blocks=20)
     cache, done, T = torch.full((20, B, Di), float("nan"), device=device), [0] * 4, 40
     for lens in chunks:
         metadata = builder.build(0, Batch(list(lens), list(done), tables), num_reqs=5, num_tokens=T)
