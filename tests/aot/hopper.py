@@ -10,6 +10,8 @@ from tests.aot.latent import indexing
 EXPECT = {"cuda:90": (r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.4d", r"setmaxnreg\.inc")}
 # Few query rows: they are the columns of products, and the first operand of some products is transposed.
 COLUMNS = {"cuda:90": (r"wgmma\.mma_async\.sync\.aligned\.m64n16k16.* 1, 1, 1, 0;", r"setmaxnreg\.inc")}
+# Both products take numbers that were fp8 from registers; their other operands are 64 query rows.
+LATENT_FP8 = {"cuda:90": (r"\.entry latent_fp8_wide_kernel", r"wgmma\.mma_async\.sync\.aligned\.m64n64k16.*\}, \{")}
 # Copies of rows of the cache, 16 bytes each, which arrive at a barrier.
 SELECTED = {"cuda:90": (r"cp\.async\.cg\.shared\.global.* 0x10, ", r"cp\.async\.mbarrier\.arrive", r"setmaxnreg\.inc")}
 # Copies of 16 bytes, matrix instructions of warps, and numbers in other programs' shared memory.
@@ -78,10 +80,10 @@ def apart(D, Dv, H, K, B=16, dtype=torch.bfloat16, **features):
     return call
 
 
-def latent(H, dtype=torch.bfloat16, B=16, sinks=False, T=6, selected=0, **features):
+def latent(H, dtype=torch.bfloat16, B=16, sinks=False, T=6, selected=0, stored=None, **features):
     def call():
         rows = layouts.has_row_scales(features.get("kv_cache_dtype", "auto"))
-        kv_cache = gpu(N, B, layouts.ROW_BYTES, dtype=torch.uint8) if rows else gpu(N, B, 576, dtype=dtype)
+        kv_cache = gpu(N, B, layouts.ROW_BYTES, dtype=torch.uint8) if rows else gpu(N, B, 576, dtype=stored or dtype)
         tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, M), (S,), (S + 1,)))
         given = {"sinks": gpu(H, dtype=torch.float32)} if sinks else {}
         if selected:
@@ -96,6 +98,15 @@ def latent(H, dtype=torch.bfloat16, B=16, sinks=False, T=6, selected=0, **featur
 
 VARIANTS = [
     Variant("hopper-latent-h128", latent(128, B=64), EXPECT, spills=LATENT_SPILLS),
+    Variant(
+        "hopper-latent-fp8-h128-and-h80-fp16-masks",
+        both(
+            latent(128, B=64, stored=torch.float8_e4m3fn),
+            latent(80, torch.float16, sinks=True, stored=torch.float8_e5m2, sliding_window=100, soft_cap=30.0),
+        ),
+        LATENT_FP8,
+        spills={(3, 6): 16, (3, 7): 16},
+    ),
     Variant(
         "hopper-latent-h20-fp16-window-cap",
         latent(20, torch.float16, sinks=True, sliding_window=100, soft_cap=30.0),

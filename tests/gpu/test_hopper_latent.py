@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers.gpu import GPU
+from tests.helpers.gpu import GPU, captured_into
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
@@ -15,8 +15,9 @@ import paged_ops
 from paged_ops.features import Features
 from paged_ops.layouts import FP8_DS_MLA, ROW_BYTES, paged_kv, row_parts
 from paged_ops.lowerings.gpu import spec
+from paged_ops.lowerings.gpu.attention import choose
 from paged_ops.lowerings.gpu.attention.hopper import latent as latent_hopper
-from paged_ops.lowerings.gpu.attention.hopper import latent_few, latent_fp8
+from paged_ops.lowerings.gpu.attention.hopper import latent_few, latent_fp8, latent_fp8_wide
 
 R, D = 512, 576
 TARGET = SimpleNamespace(processors=132, device=torch.device("cpu"), backend="cuda", overlap=lambda: {"PDL": True})
@@ -52,6 +53,29 @@ OF_FP8 = {
     "many": {"H": 32, "B": 16, "tokens": [1] * 300, "lens": [37 * k % 900 + 1 for k in range(300)]},
     "128 heads, block 16": {"H": 128, "B": 16, "tokens": [1] * 10, "lens": LENS},
     "128 heads, prompts": {"H": 128, "B": 64, "tokens": [70, 5], "lens": [300, 200], "soft_cap": 20.0},
+    "128 heads, ragged": {"H": 128, "B": 64, "tokens": [1] * 10, "lens": LENS},
+    "128 heads, most programs idle": {"H": 128, "B": 64, "tokens": [1] * 5, "lens": [1, 63, 700, 2049, 129]},
+    "128 heads, one tile": {"H": 128, "B": 64, "tokens": [1], "lens": [40]},
+    "128 heads, one long": {"H": 128, "B": 64, "tokens": [1], "lens": [50000]},
+    "128 heads, equal": {"H": 128, "B": 64, "tokens": [1] * 64, "lens": [512] * 64},
+    "128 heads, 128 sequences": {"H": 128, "B": 64, "tokens": [1] * 128, "lens": [97 * k % 1500 for k in range(128)]},
+    "128 heads, growing": {"H": 128, "B": 64, "tokens": [2, 1], "lens": [700, 64], "slope": 0.03},
+    "80 heads, window, sinks": {
+        "H": 80,
+        "B": 24,
+        "tokens": [2] * 3,
+        "lens": [900, 70, 2],
+        "sliding_window": 90,
+        "sinks": True,
+    },
+    "96 heads, float16, padded": {
+        "H": 96,
+        "B": 64,
+        "tokens": [1] * 40,
+        "lens": [60] * 40,
+        "dtype": torch.float16,
+        "padding": 3,
+    },
 }
 
 
@@ -135,6 +159,23 @@ def test_refusals_of_the_fp8_kernel():
     assert latent_fp8.serves(of_call, TARGET) == ["kv_cache: expected rows that TMA can address"]
 
 
+@pytest.mark.parametrize(
+    ("H", "stored", "kernel"),
+    [
+        (128, torch.float8_e4m3fn, latent_fp8_wide),
+        (65, torch.float8_e5m2, latent_fp8_wide),
+        (64, torch.float8_e4m3fn, latent_fp8),
+        (128, torch.uint8, latent_fp8),
+    ],
+)
+def test_more_than_64_heads_over_fp8_have_a_kernel_of_their_own(H, stored, kernel):
+    scaled = stored == torch.uint8
+    cache = fp8_cache_of(5, 64, ROW_BYTES if scaled else D).view(stored)
+    _, of_call, shapes = planned(H, 4, 4, 64, cache, FP8_DS_MLA if scaled else "auto")
+    kernels = tuple(each for each in choose.hopper_kernels() if not each.serves(of_call, TARGET))
+    assert choose.choose(kernels, of_call, TARGET, shapes)[0] is kernel
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", BATCHES)
@@ -149,6 +190,42 @@ def test_batches_against_float64(name):
 @pytest.mark.parametrize("name", OF_FP8)
 def test_fp8_against_float64(name, stored):
     check(**OF_FP8[name], stored=stored)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_captured_call_of_128_heads_over_fp8_serves_every_batch(stored):
+    """Idle programs, empty sequences, and units that are divided or not; each batch 50 times, with equal bits."""
+    S, M, H = 40, 40, 128
+    generator = torch.Generator(device=GPU).manual_seed(0)
+    cache = torch.randn(S * M, 64, D, device=GPU, generator=generator).to(stored)
+    query = torch.randn(S, H, D, device=GPU, generator=generator).bfloat16()
+    tables = torch.randperm(S * M, device=GPU, generator=generator).int().view(S, M)
+    lens = torch.full((S,), 500, dtype=torch.int32, device=GPU)
+    starts = torch.arange(S + 1, dtype=torch.int32, device=GPU)
+    k_scale = torch.tensor([0.6], device=GPU)
+
+    def call():
+        return paged_ops.paged_attention_with_lse(
+            query, cache, tables, lens, starts, D**-0.5, value_head_size=R, k_scale=k_scale
+        )
+
+    call()
+    torch.cuda.synchronize(GPU)
+    graph = torch.cuda.CUDAGraph()
+    with captured_into(graph):
+        results = call()
+    one, long = [40] + [0] * (S - 1), [64 * M] + [1] * (S - 1)
+    for batch in ([64 * M] * S, one, [0] * S, long, [61 * n % 2500 for n in range(S)]):
+        lens.copy_(torch.tensor(batch, dtype=torch.int32))
+        wanted = call()
+        for _ in range(50):
+            for result in results:
+                result.fill_(torch.nan)
+            graph.replay()
+            for got, want in zip(results, wanted, strict=True):
+                assert torch.equal(got, want)
 
 
 def stored_rows(cache, stored, features):

@@ -38,21 +38,11 @@ def hopper_kernels() -> tuple[ModuleType, ...]:
     )
     from paged_ops.lowerings.gpu.attention.hopper import invariant as invariant_hopper
     from paged_ops.lowerings.gpu.attention.hopper import latent as latent_hopper
+    from paged_ops.lowerings.gpu.attention.hopper import latent_fp8_wide as wide
     from paged_ops.lowerings.gpu.attention.hopper import selected as selected_hopper
 
-    return (
-        one_sequence,
-        few,
-        shares,
-        mixed,
-        dense,
-        fp8,
-        latent_few,
-        latent_hopper,
-        latent_fp8,
-        selected_hopper,
-        invariant_hopper,
-    )
+    latents = latent_few, latent_hopper, wide, latent_fp8
+    return one_sequence, few, shares, mixed, dense, fp8, *latents, selected_hopper, invariant_hopper
 
 
 def choose(kernels: tuple[ModuleType, ...], spec: Spec, target: Target, shapes: Shapes) -> tuple[ModuleType, Choice]:
