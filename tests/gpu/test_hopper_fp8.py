@@ -40,6 +40,22 @@ BATCHES = {
     "many": {
         "heads": (8, 8), "tokens": [17, 40, 1] * 100, "lens": [40 + 37 * k % 300 for k in range(300)], "D": 64,
     },
+    "heads of 256": {"heads": (16, 4), **MIXED, "D": 256, "scales": (0.6, 1.7)},
+    "heads of 256, float16, e5m2, window, sinks": {
+        "heads": (16, 2), **MIXED, "D": 256, "dtype": torch.half, "stored": E5M2, "B": 8, "layout": "HND",
+        "sliding_window": 100, "sinks": True,
+    },
+    "heads of 256, e5m2, chunk, cap": {
+        "heads": (8, 1), **MIXED, "D": 256, "stored": E5M2, "B": 48, "attention_chunk": 200, "soft_cap": 5.0,
+        "scales": (0.6, 1.7),
+    },
+    "heads of 256, not causal": {"heads": (12, 4), **MIXED, "D": 256, "causal": False, "padding": 3, "B": 64},
+    "heads of 256, chunks": {
+        "heads": (32, 8), "tokens": [1024] * 4, "lens": [1024, 2048, 3000, 4096], "D": 256, "scales": (None, 0.3),
+    },
+    "heads of 256, many": {
+        "heads": (8, 8), "tokens": [17, 40, 1] * 100, "lens": [40 + 37 * k % 300 for k in range(300)], "D": 256,
+    },
 }  # fmt: skip
 
 
@@ -59,7 +75,15 @@ def spec_of(key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype = torch.b
 @pytest.mark.parametrize("stored", [E4M3, E5M2])
 @pytest.mark.parametrize(
     ("layout", "B", "K", "D"),
-    [("NHD", 16, 2, 128), ("NHD", 8, 1, 64), ("HND", 8, 4, 128), ("HND", 48, 1, 64), ("NHD", 256, 8, 64)],
+    [
+        ("NHD", 16, 2, 128),
+        ("NHD", 8, 1, 64),
+        ("HND", 8, 4, 128),
+        ("HND", 48, 1, 64),
+        ("NHD", 256, 8, 64),
+        ("NHD", 16, 2, 256),
+        ("HND", 128, 1, 256),
+    ],
 )
 def test_copies_read_the_bytes(layout, B, K, D, stored):
     key, value = split_cache(layout, B, K, D, stored)
@@ -85,7 +109,7 @@ def test_copies_read_the_bytes(layout, B, K, D, stored):
             assert torch.equal(copied, cache[block, j : j + page, kh].view(torch.uint8))
 
 
-@pytest.mark.parametrize("size", [32, 64, 128])
+@pytest.mark.parametrize("size", [32, 64, 128, 256])
 def test_words_lie_as_their_halves(size):
     words = fp8.words_layout(64, size).offset_bases
     halves = head_chunks.tile_layout(64, size).offset_bases
@@ -94,12 +118,14 @@ def test_words_lie_as_their_halves(size):
 
 
 @pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
-@pytest.mark.parametrize(("D", "Dv", "stages"), [(128, 128, (1, 2, 2)), (64, 64, (2, 4, 4)), (128, 64, (2, 2, 2))])
+@pytest.mark.parametrize(
+    ("D", "Dv", "stages"), [(128, 128, (1, 2, 2)), (64, 64, (2, 4, 4)), (128, 64, (2, 2, 2)), (256, 256, (1, 2, 1))]
+)
 def test_tiles_fit_shared_memory(D, Dv, stages, dtype):
     """Tiles of query rows, tiles that are multiplied, and tiles of bytes."""
     key, value = torch.zeros(N, 16, 2, 1, D).to(E4M3), torch.zeros(N, 16, 2, Dv).to(E4M3)
     shape, of_bytes = fp8.shapes_of(fp8.in_pairs(spec_of(key, value, dtype)), 227 << 10)
-    assert shape.N == 128 and (shape.slots, shape.stages, of_bytes.stages) == stages
+    assert shape.N == (64 if D == 256 else 128) and (shape.slots, shape.stages, of_bytes.stages) == stages
     used = 2 * (shape.slots * shape.M * D + shape.stages * shape.N * (D + Dv)) + of_bytes.stages * shape.N * (D + Dv)
     assert used + dense.OTHERS <= 227 << 10
 
@@ -126,6 +152,12 @@ def test_leaves_to_others(changes, reason):
     assert any(each.startswith(reason) for each in fp8.serves(spec_of(key, value, **features), H200))
 
 
+@pytest.mark.parametrize(("D", "Dv"), [(256, 128), (64, 256)])
+def test_leaves_heads_of_256_on_one_side_to_others(D, Dv):
+    key, value = torch.zeros(N, 16, 2, 1, D).to(E4M3), torch.zeros(N, 16, 2, Dv).to(E4M3)
+    assert fp8.serves(spec_of(key, value), H200) == ["value_head_size: expected heads of 256 for both keys and values"]
+
+
 @pytest.mark.parametrize(
     ("T", "S", "taken"), [(8192, 1, True), (1001, 8, True), (16, 8, False), (8, 8, False), (2, 8, False)]
 )
@@ -141,7 +173,7 @@ def test_batches_that_it_takes(T, S, taken):
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 def test_long_prompts(D):
     """Many calls have the same bits, and are as exact as float16 weights; also after the Triton kernel's calls."""
     call, _, wanted = batch((16, 4), [2048], [8192], D, stored=E4M3)
@@ -171,31 +203,33 @@ def test_batches_against_float64(name, monkeypatch):
 
 @pytest.mark.gpu
 @on_hopper
-def test_every_number(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
+@pytest.mark.parametrize("stored", [E4M3, E5M2])
+@pytest.mark.parametrize("D", [128, 256])
+def test_every_number(D, stored, dtype, monkeypatch):
     """Each query sees one key, whose value has each byte once; NaN stays NaN, and so do infinities beside others."""
     plans = noted_plans(monkeypatch)
-    every = torch.arange(256, device=GPU).to(torch.uint8)
-    for stored in (E4M3, E5M2):
-        for dtype in (torch.half, torch.bfloat16):
-            value = every.view(1, 1, 2, 128).expand(20, 16, 2, 128).contiguous().view(stored)
-            key = torch.zeros_like(value.view(torch.uint8)).view(stored)
-            query = torch.zeros(320, 8, 128, dtype=dtype, device=GPU)
-            tables = torch.arange(20, dtype=torch.int32, device=GPU)[None]
-            lens, starts = (torch.tensor(each, dtype=torch.int32, device=GPU) for each in ([320], [0, 320]))
-            out = paged_ops.paged_attention(query, key, tables, lens, starts, 1.0, value_cache=value, sliding_window=1)
-            wanted = every.view(stored).to(dtype)
-            wanted[wanted.isinf()] = torch.nan
-            wanted = wanted.view(2, 1, 128).expand(320, 2, 4, 128).reshape(320, 8, 128)
-            torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
-    assert len(plans) == 4 and None not in plans
+    every = torch.arange(256, device=GPU).to(torch.uint8).repeat(D // 128)
+    value = every.view(1, 1, 2, D).expand(20, 16, 2, D).contiguous().view(stored)
+    key = torch.zeros_like(value.view(torch.uint8)).view(stored)
+    query = torch.zeros(320, 8, D, dtype=dtype, device=GPU)
+    tables = torch.arange(20, dtype=torch.int32, device=GPU)[None]
+    lens, starts = (torch.tensor(each, dtype=torch.int32, device=GPU) for each in ([320], [0, 320]))
+    out = paged_ops.paged_attention(query, key, tables, lens, starts, 1.0, value_cache=value, sliding_window=1)
+    wanted = every.view(stored).to(dtype)
+    wanted[wanted.isinf()] = torch.nan
+    wanted = wanted.view(2, 1, D).expand(320, 2, 4, D).reshape(320, 8, D)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
+    assert len(plans) == 1 and plans[0] is not None
 
 
 @pytest.mark.gpu
 @on_hopper
-def test_ranges(monkeypatch):
+@pytest.mark.parametrize("D", [128, 256])
+def test_ranges(D, monkeypatch):
     """As the Triton kernel."""
     ranges = torch.tensor([[(500, 900), (0, 0)], [(-1, 90), (5, 700)], [(10, 50), (30, 10)]], dtype=torch.int32)
-    call, features, _ = batch((16, 4), [900, 700, 33], [1200, 700, 50], stored=E4M3, scales=(0.6, 1.7))
+    call, features, _ = batch((16, 4), [900, 700, 33], [1200, 700, 50], D, stored=E4M3, scales=(0.6, 1.7))
     features["bidirectional_ranges"] = ranges.to(GPU)
     plans = noted_plans(monkeypatch)
     out, lse = paged_ops.paged_attention_with_lse(*call, **features)

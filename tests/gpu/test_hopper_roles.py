@@ -248,7 +248,7 @@ def consumer(which, told, shared, row_slots=2):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 def test_roles_wait_for_each_other(D, dtype, monkeypatch):
     query, tables = torch.zeros(64, 8, D, dtype=dtype), torch.zeros(4, 2, dtype=torch.int32)
     key, value = torch.zeros(5, 16, 1, 1, D).to(E4M3), torch.zeros(5, 16, 1, D).to(E4M3)

@@ -10,7 +10,7 @@ The converting warps have no loads of the cache under way themselves, neither to
 fence that makes what they store visible to the tensor cores (``fence.proxy.async``) waits for all of a thread's loads.
 
 Letters: as in dense.py. A pair is two bytes, which TMA copies as one number of 16 bits. Serves what dense.py does, with
-heads of 64 and 128 and one scale for all heads; short sequences are left to decode.py. Measurements:
+heads of 64, 128 and 256 and one scale for all heads; short sequences are left to decode.py. Measurements:
 benchmarks/notes/gpu-kernels.md. Ideas: conversion by a separate warpgroup, FlashAttention-3 (Shah et al. 2024,
 arXiv:2407.08608), whose producer transposes fp8 values.
 """
@@ -38,7 +38,7 @@ from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, Storage, not_app
 from paged_ops.lowerings.gpu.target import Target
 
 STORED = torch.float8_e4m3fn, torch.float8_e5m2
-SIZES = 64, 128  # head sizes
+SIZES = 64, 128, 256  # head sizes
 # The features that it applies, by the names of spec.needs.
 APPLIES = frozenset({"causal", "window", "chunk", "ranges", "later", "soft_cap", "sinks", "k_scale", "v_scale"})
 APPLIES |= {"float8_e4m3fn", "float8_e5m2"}
@@ -48,6 +48,7 @@ AT_ONCE = 128  # sequences that the scheduler's warp counts in one vector
 CONSUMERS = 208, 208
 OTHERS = 48, 48
 OTHERS_OF_MASKS = 56, 56
+OF_WIDE = 216, 216, 40, 40  # all of them with heads of 256
 
 LEAST = gl.constexpr(27)  # biased exponent of the least factor
 
@@ -58,6 +59,7 @@ def serves(spec: Spec, target: Target) -> list[str]:
         f"cache_dtype: expected float8, got {stored}": stored not in STORED,
         f"head_size: expected one of {SIZES}, got {key.size}": key.size not in SIZES,
         f"value_head_size: expected one of {SIZES}, got {value.size}": value.size not in SIZES,
+        "value_head_size: expected heads of 256 for both keys and values": (key.size == 256) != (value.size == 256),
         "k_scale: expected one for all heads": bool(key.scale),
         "v_scale: expected one for all heads": bool(value.scale),
         "kv_cache: expected an even number of bytes between elements": not spec.storage.paired,
@@ -102,11 +104,13 @@ def descriptors(pairs: Spec, page: int) -> list[Described]:
 def shapes_of(pairs: Spec, shared_memory: int) -> tuple[HopperShape, HopperShape]:
     """The shape of the tiles that are multiplied, and of the tiles of bytes, which take the remaining space."""
     D, Dv, itemsize = pairs.k_side.size, pairs.v_side.size, pairs.dtype.itemsize
-    stage = 128 * (D + Dv)
-    shape = dense.shape_of(pairs, shared_memory - 2 * stage)
+    wide = D > 128  # tiles of 64 keys; one of bytes fits
+    stage = (64 if wide else 128) * (D + Dv)
+    shape = dense.shape_of(pairs, shared_memory - (1 if wide else 2) * stage)
     masks = pairs.masks
     masked = masks.window or masks.chunk or masks.ranges or pairs.logits.soft_cap
-    shape = shape._replace(registers=(*CONSUMERS, *(OTHERS_OF_MASKS if masked else OTHERS)), warps=1)
+    registers = OF_WIDE if wide else (*CONSUMERS, *(OTHERS_OF_MASKS if masked else OTHERS))
+    shape = shape._replace(registers=registers, warps=1)
     taken = shape.slots * shape.M * D + shape.stages * shape.N * (D + Dv)
     stages = min(MOST_STAGES, (shared_memory - dense.OTHERS - itemsize * taken) // stage)
     return shape, shape._replace(stages=stages, k=in_one_part(shape.k), v=in_one_part(shape.v))
@@ -136,9 +140,9 @@ def convert(at, bytes, to, E4M3: gl.constexpr, APART: gl.constexpr = False):
     :func:`apart`."""
     # Eight neighbouring rows per warp: no bank conflicts.
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [0, 1])
-    ROWS: gl.constexpr = 64  # at once
     N: gl.constexpr = to.tiles[0].shape[1]
     D: gl.constexpr = to.tiles[0].shape[2]
+    ROWS: gl.constexpr = 64 if D <= 128 else 32  # at once: a thread has few registers
     ring.wait_full(bytes.ring, at)
     from_ = as_words(bytes.pages[0], bytes.ring.full.shape[0], N, D // 2).index(ring.stage_of(bytes.ring, at))
     tile = as_words(to.tiles[0], to.ring.full.shape[0], N, D).index(ring.stage_of(to.ring, at))
@@ -184,11 +188,11 @@ def order_rows(n, shared, SHAPE: gl.constexpr):
 def halve_rows(n, shared, SHAPE: gl.constexpr, APART: gl.constexpr = False):
     """bfloat16 query rows of the n-th item as float16, in place. Each row is divided by its factor, a power of two, so
     that its largest element is less than 2. APART: see :func:`apart`."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = 16 if SHAPE.k.size <= 128 else 8  # at once
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [ROWS // 4, 128 // ROWS], [4, 1], [1, 0])
     dtype: gl.constexpr = gl.bfloat16
     TILES: gl.constexpr = SHAPE.M // WARPGROUP
     K_PARTS: gl.constexpr = SHAPE.k.parts
-    ROWS: gl.constexpr = 16  # at once
     EACH: gl.constexpr = WARPGROUP // ROWS
     slot = ring.stage_of(shared.item_ring, n)
     rows = as_tiles(shared.q_groups, dtype, SHAPE.slots * TILES, WARPGROUP, K_PARTS)[0]
