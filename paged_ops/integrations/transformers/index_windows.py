@@ -59,6 +59,15 @@ def positions_for(positions: Tensor, window: int) -> Tensor:
     return torch.cat([(positions - (window - 1)).clamp(min=0), positions])[None]
 
 
+def unread_mask(input_ids: Tensor, window: int) -> Tensor:
+    """The mask that a model without states is called with. Without one, transformers looks for packed sequences, which
+    synchronises. Models with windows look for padding in a mask of two dimensions, for layers of linear attention they
+    may have, which synchronises, too: they get an empty one of four, which means none to attention."""
+    if window > 1:
+        return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=input_ids.device)
+    return torch.ones_like(input_ids[None], dtype=torch.bool)
+
+
 def index_of(indexer: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Index:
     """Queries and keys of the tokens ``hidden_states [1, T, E]``; with ``position_embeddings`` of ``[1, 2 T, P]``."""
     rotate, _ = indexer.paged_form

@@ -477,12 +477,8 @@ class PagedCausalLM:
         if self._takes_positions:
             arguments["position_ids"] = index_windows.positions_for(metadata.positions, self._window)
         if self.states is None:
-            # Not read. Without it, transformers looks for packed sequences, which synchronises.
-            arguments["attention_mask"] = torch.ones_like(input_ids[None], dtype=torch.bool)
-            if self._window > 1 and not isinstance(kv_caches, Probe):
-                # Models with windows may have linear attention, for which they look for padding in a mask of two
-                # dimensions, which synchronises, too. One of four is passed on: an empty one means none to attention.
-                arguments["attention_mask"] = arguments["attention_mask"].new_empty(1, 1, 0, 0)
+            window = 1 if isinstance(kv_caches, Probe) else self._window  # a probe needs the mask that is made of it
+            arguments["attention_mask"] = index_windows.unread_mask(input_ids, window)
         else:
             tensors = kv_caches.states if isinstance(kv_caches, Probe) else kv_caches[self.num_layers :]
             arguments[self.states.argument] = self.states.step(metadata, len(input_ids), tensors)
