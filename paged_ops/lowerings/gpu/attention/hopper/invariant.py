@@ -281,7 +281,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         folded = of_decodes
         merged: dict[str, Any] = {"SPEC": spec.for_merge(), "PLAN": folded, "TILE": tile, "FOLD": fold}
         merged |= {"num_warps": 1, "maxnreg": 255, "enable_fp_fusion": False, **target.overlap()}
-        without = (*others, *({*NOT_OF_MERGE} - {*scales}))
+        without = (*others, *NOT_OF_MERGE, *(("v_scale",) if spec.v_side.scale is None else ()))
         merge = Launch(launcher_of(invariant_states_kernel, merged, target.device, without), grid, without)
         if counted:
             return *before, *mains, merge
@@ -297,7 +297,7 @@ def are_copied(spec: Spec) -> bool:
     return dense.are_copied(spec) or spec.query[2] != 1
 
 
-NOT_OF_MERGE = "query", "key_cache", "value_cache", "block_tables", "alibi_slopes", "k_scale", "v_scale"
+NOT_OF_MERGE = "query", "key_cache", "value_cache", "block_tables", "alibi_slopes", "k_scale"
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
