@@ -131,6 +131,9 @@ class _NoLayers:
 
     indexer_position_ids: Tensor | None = None
 
+    def __len__(self) -> int:
+        return 0
+
     def __getitem__(self, layer_idx: int) -> _NoLayers:
         return self
 
