@@ -298,7 +298,7 @@ def test_beside_the_current_device_triton_is_asked_once(machine, monkeypatch):
         function=1,
         packed_metadata=(),
     )
-    monkeypatch.setattr(launch, "_entry", lambda kernel: (kernel.run, (kernel.function,)))
+    monkeypatch.setattr(launch, "_entry", lambda kernel, _cluster: (kernel.run, (kernel.function,)))
     active = SimpleNamespace(get_current_stream=lambda index: f"stream of {index}")
     monkeypatch.setattr(triton.runtime.driver, "_active", active)
     launcher = launch.Launcher(Kernel(), {"SIZE": 8}, H200)

@@ -98,11 +98,10 @@ class Launcher:
                     notes.setdefault(precompile.job_of(*job), {})[self._device] = load
             return
         with on_device(self._device), precompile.in_cache(job):
-            constants = {**FUSED, **self._constants}
             if self._cluster > 1:
-                compiled = self._kernel.warmup(tensors, *numbers, *more, grid=grid, **constants)
+                compiled = self._kernel.warmup(tensors, *numbers, *more, grid=grid, **{**FUSED, **self._constants})
             else:
-                compiled = self._kernel[grid](tensors, *numbers, *more, **constants)
+                compiled = self._kernel[grid](tensors, *numbers, *more, **{**FUSED, **self._constants})
             if compiled is None or torch.version.hip is not None or TRITON > NEWEST_KNOWN:
                 return
             parameters = self._kernel.arg_names[1 + len(numbers) + len(more) :]
