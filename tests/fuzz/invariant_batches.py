@@ -336,6 +336,8 @@ class Pool:
                 for batch, outs, lses in self.wrong(drawn.batches):
                     self.case.report(f"{outs} rows differ in out, {lses} in lse: {self.s} {batch}")
                 self.count(drawn.batches)
+        if self.on_gpu:  # several processes share its memory, and graphs leave theirs in pools of their own
+            torch.cuda.empty_cache()
 
     def count(self, batches: list[Batch]) -> None:
         s, counts = self.s, self.case.counts

@@ -30,9 +30,8 @@ def setting_of(number: int, seed: int, device: str) -> Setting:
     kind = rng.choice((dtype, E4M3, E5M2))
     forms = tuple(Form.draw(rng, rng.choice(FORMS), rng.choice(BLOCKS), K, D, D, kind) for _ in range(2))
     features = {} if number % invariant_batches.PLANTED == 0 else rng.choice(MASKS)
-    return dataclasses.replace(
-        drawn, dtype=dtype, kind=kind, K=K, G=G, D=D, Dv=D, features=features, path="fused", scaled=False, forms=forms
-    )
+    own = dict(dtype=dtype, kind=kind, latent="", K=K, G=G, D=D, Dv=D, features=features, path="fused", scaled=False)
+    return dataclasses.replace(drawn, **own, forms=forms)
 
 
 def run(case: Case) -> None:
