@@ -145,7 +145,7 @@ def test_other_cuts_give_other_bits(one_sequence, monkeypatch):
 
 
 @pytest.mark.parametrize("sharing", [1, 3, 8])
-@pytest.mark.parametrize("fold", [hopper.Fold(32, 4), hopper.Fold(128, 2)], ids=str)
+@pytest.mark.parametrize("fold", [hopper.Fold(32, 4, 2), hopper.Fold(128, 2, 2)], ids=str)
 def test_states_of_segments_are_folded_from_the_last_to_the_first(fold, sharing):
     """The same bits by any number of programs, with states of nothing seen among them; rows of padding."""
     torch.manual_seed(0)
