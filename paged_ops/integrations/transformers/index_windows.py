@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_ops.integrations.transformers.probe import Index
+from paged_ops.integrations.transformers.state_steps import sequence_of
 from paged_ops.metadata import AttentionMetadata, PoolMetadata
 from paged_ops.ops import latent_cache_write, select_keys
 
@@ -133,7 +134,7 @@ def _apart(metadata: AttentionMetadata, T: int, r: int) -> _Apart:
     rows_after_first = (lens[:, None] - each - 1).div(r, rounding_mode="floor")
     num_windows = (seen_by_first // r + rows_after_first).clamp(min=0)
     rows = torch.arange(T, device=begins.device, dtype=begins.dtype)
-    of = torch.searchsorted(metadata.query_start_loc[1:], rows, right=True).clamp(max=len(begins) - 1)
+    of = sequence_of(rows, metadata.query_start_loc[1:])
     away = rows - begins[of]
     place = torch.where(rows < metadata.query_start_loc[-1], starts[of, away % r] + away // r, rows)
     starts = torch.cat([starts.flatten(), metadata.query_start_loc[-1:]])

@@ -33,6 +33,15 @@ class Rows(NamedTuple):
     is_first: bool = False  # no token came before, so there is no state to read
 
 
+def sequence_of(tokens: Tensor, ends: Tensor) -> Tensor:
+    """The sequence of each token: how many sequences end before it. Padding belongs to the last one.
+
+    ``torch.searchsorted`` would do, but compiled by inductor of torch 2.11 for a GPU it ignores where in its tensor the
+    slice ``ends`` begins (2.13 does not).
+    """
+    return (ends <= tokens[:, None]).sum(1).clamp(max=len(ends) - 1)
+
+
 class StepStates(Cache):
     """The states of one step; a model passes it to its layers in place of transformers' cache.
 
@@ -73,7 +82,7 @@ class StepStates(Cache):
         first_tokens = begins.clamp(max=num_tokens - 1).to(torch.int64)
         if metadata.max_query_len <= 1 and (torch.compiler.is_compiling() or not metadata.begins_any):
             tokens = torch.arange(num_tokens, device=ends.device, dtype=ends.dtype)
-            sequence_of_token = torch.searchsorted(ends, tokens, right=True).clamp(max=ends.shape[0] - 1)
+            sequence_of_token = sequence_of(tokens, ends)
             return StepStates(groups, num_tokens, [Rows(first_tokens, read, write)], sequence_of_token)
         bounds, lengths = metadata.query_start_loc_cpu.tolist(), metadata.seq_lens_cpu.tolist()
         calls: list[Rows] = []
