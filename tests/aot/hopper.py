@@ -306,10 +306,9 @@ VARIANTS = [
         spills=FIRST_TOKENS_SPILLS,
     ),
     Variant("hopper-prefill-k192-v128-g1", apart(192, 128, 16, 16), EXPECT, spills={(3, 9): 216}),
-    Variant("hopper-prefill-nhd-d112-g4", prefill("NHD", 112, 16, 4), EXPECT),
     Variant(
-        "hopper-prefill-hnd-d80-window",
-        prefill("HND", 80, 16, 4, torch.float16, sliding_window=100),
+        "hopper-prefill-nhd-d112-g4-and-hnd-d80-window",
+        both(prefill("NHD", 112, 16, 4), prefill("HND", 80, 16, 4, torch.float16, sliding_window=100)),
         EXPECT,
         spills={(3, 9): 264},
     ),
