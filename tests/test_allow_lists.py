@@ -126,8 +126,8 @@ def test_kernels_refuse_what_they_do_not_know():
 
 
 def specs():
-    """Of calls of which each kernel serves one: heads of 128 and 512, latents, rows with scales; 16 bits and fp8;
-    with and without selected keys."""
+    """Of calls of which each kernel serves one: heads of 128 and 512, few and many heads over latents, rows with
+    scales; 16 bits and fp8; with and without selected keys."""
     from paged_ops.lowerings.gpu import spec
 
     N, B, K, T, S = 4, 16, 8, 64, 4
@@ -141,12 +141,13 @@ def specs():
     query, paged = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((T, 32, 512), (N, 2, B, 4, 512)))
     paged = layouts.paged_kv(paged)
     yield spec.spec_of(query, paged.key, paged.value, 0, tables, None, Features(), query.dtype, False)
-    query = torch.zeros(T, 16, 576, dtype=torch.bfloat16)
-    for columns, stored, name in (
-        (576, torch.bfloat16, "auto"),
-        (576, torch.float8_e4m3fn, "auto"),
-        (layouts.ROW_BYTES, torch.uint8, layouts.FP8_DS_MLA),
+    for heads, columns, stored, name in (
+        (16, 576, torch.bfloat16, "auto"),
+        (16, 576, torch.float8_e4m3fn, "auto"),
+        (128, 576, torch.float8_e4m3fn, "auto"),
+        (16, layouts.ROW_BYTES, torch.uint8, layouts.FP8_DS_MLA),
     ):
+        query = torch.zeros(T, heads, 576, dtype=torch.bfloat16)
         selected = torch.zeros(T, 1, 16, dtype=torch.int32)
         for f in (Features(value_head_size=512), Features(value_head_size=512, selected_keys=selected)):
             f = f._replace(kv_cache_dtype=name)
