@@ -244,25 +244,6 @@ def test_decoders_have_the_segments_of_sequences_with_few_rows(heads, most, monk
         assert len({*found}) == len(found) == sum(counts[s] for s in few) * SPEC.K
 
 
-@pytest.mark.parametrize("T", [4, 4096])
-@pytest.mark.parametrize("name", ["k_scale", "v_scale", "sinks", "alibi_slopes"])
-def test_calls_with_and_without_a_tensor_share_no_kernel_that_gets_it(T, name):
-    """A kernel is compiled for the tensors of its first call, and later launches pass addresses alone."""
-
-    def launches(**features):
-        stored = E4M3 if "scale" in name else None
-        of_call, shapes = planned(T=T, stored=stored, **features)
-        kernels = tuple(kernel for kernel in choose.kernels_of(H200) if not kernel.serves(of_call, H200))
-        kernel, choice = choose.choose(kernels, of_call, H200, shapes)
-        built = kernel.build(choice, of_call, H200, shapes)
-        return [*built.launches, *built.without_counters]
-
-    given = launches(**{name: torch.ones(32 if name in ("sinks", "alibi_slopes") else 1)})
-    gets = [each._launcher for each in given if name not in each._without]
-    assert gets, "the test has a kernel to look at"
-    assert not {*gets} & {each._launcher for each in launches()}
-
-
 def test_batches_of_prompts_and_decodes_have_decoders():
     """If TMA can address the cache, and few query heads share keys."""
     for heads, T, S, cache, has in (
