@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json as json_module
 import re
 from pathlib import Path
@@ -153,12 +154,11 @@ def tune_tiles(
 
     tuned, folder = target_of(target), (out or user_configs()).absolute()
     of_attention = tune.attention_workloads(target) if only != "cache" else []
-    of_cache = tune.cache_workloads(target) if only != "attention" else {}
-    all_names = [each.name for workloads in (of_attention, *of_cache.values()) for each in workloads]
-    names = _found("--workloads", match, all_names)
+    of_cache = list(itertools.chain(*tune.cache_workloads(target).values())) if only != "attention" else []
+    names = _found("--workloads", match, [each.name for each in (*of_attention, *of_cache)])
     kinds = ["attention"] * (only != "cache") + ["cache"] * (only != "attention")
     files = " and ".join(str(config_path(folder, kind, tuned.name)) for kind in kinds)
-    every = [each for workloads in (of_attention, *of_cache.values()) for each in workloads if each.name in names]
+    every = [each for each in (*of_attention, *of_cache) if each.name in names]
     for line in (f"{tuned.name}: {tune.forecast(every, target)}.", f"Writes {files} after each improvement."):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     with console.status("") as status, torch.no_grad():
@@ -170,21 +170,19 @@ def tune_tiles(
 
         moves = table("number", "before", "after", "time saved")
 
-        def descend(kind: str, place: str, tree: dict[str, Any], workloads: list[tune.Workload]) -> None:
+        def descend(kind: str, tree: dict[str, Any], workloads: list[tune.Workload]) -> None:
             """Each improvement is written at once, so that Ctrl-C loses nothing."""
             chosen = [each for each in workloads if each.name in names]
-            whole = {place: tree} if place else tree
-            tune.write(folder, kind, tuned, whole)
+            tune.write(folder, kind, tuned, tree)
             for step in tune.descend(tree, chosen, target, repeats, show):
-                path = ".".join(filter(None, (place, *step.place)))
-                moves.add_row(path, str(step.before), str(step.after), f"{step.gain:.1%}")
-                tune.write(folder, kind, tuned, whole)
+                moves.add_row(".".join(step.place), str(step.before), str(step.after), f"{step.gain:.1%}")
+                tune.write(folder, kind, tuned, tree)
 
         try:
             if only != "cache":
-                descend("attention", "", tuned.tiles, of_attention)
-            for op, workloads in of_cache.items():
-                descend("cache", op, tuned.numbers[op], workloads)
+                descend("attention", tuned.tiles, of_attention)
+            if only != "attention":
+                descend("cache", tuned.numbers, of_cache)
         except KeyboardInterrupt:
             console.print("stopped early")
     console.print(moves if moves.row_count else "Nothing was faster than what is configured.")

@@ -111,5 +111,27 @@ def test_tune_writes_to_the_users_folder_and_says_so_first(monkeypatch, folder):
     assert package == {path: path.read_bytes() for path in target.CONFIGS.iterdir()}
 
 
+def test_tune_tries_the_numbers_of_the_cache_ops(monkeypatch, folder):
+    device = made("Some GPU")
+    monkeypatch.setattr(target, "target_of", {CUDA: device}.get)
+    monkeypatch.setattr(cli.bench, "choose_device", lambda name: CUDA)
+    monkeypatch.setattr(tune.measure, "cache_bytes", lambda device: 60 << 20)
+    before = dict(device.numbers["copy_blocks"])
+
+    class Fake(tune.Workload):
+        def us(self, device_, repeats):
+            return 1e6 / min(device.numbers["copy_blocks"]["chunk_bytes"], 2 * before["chunk_bytes"])
+
+    monkeypatch.setattr(tune, "cache_workloads", lambda _: {"copy_blocks": [Fake("copy", list)]})
+    result = CliRunner().invoke(cli.app, ["tune", "--only", "cache"])
+    assert result.exit_code == 0, result.output
+    assert "1 numbers are read" in result.output
+    assert json.loads((folder / "cache_some_gpu.json").read_text())["copy_blocks"] == {
+        **before,
+        "chunk_bytes": 2 * before["chunk_bytes"],
+    }
+    assert made("Some GPU").numbers["copy_blocks"]["chunk_bytes"] == 2 * before["chunk_bytes"]
+
+
 def test_no_test_reads_the_tables_of_this_machine():
     assert not Path(target.user_configs()).exists()
