@@ -30,7 +30,6 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
@@ -50,9 +49,9 @@ from paged_ops.lowerings.gpu.attention.hopper.launch import (
 )
 from paged_ops.lowerings.gpu.attention.hopper.loader import loader
 from paged_ops.lowerings.gpu.attention.hopper.producer import producer
-from paged_ops.lowerings.gpu.attention.hopper.ring import signal_of
+from paged_ops.lowerings.gpu.attention.hopper.ring import begin_kernel, signal_of
 from paged_ops.lowerings.gpu.attention.hopper.segments import Cuts, fold_weights, segments_of
-from paged_ops.lowerings.gpu.attention.hopper.softmax import LEAST
+from paged_ops.lowerings.gpu.attention.hopper.softmax import LEAST, normaliser
 from paged_ops.lowerings.gpu.attention.shared.tile import LN2, Batch, store_padding
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Division, Numbers, Pointers, Shapes, Spec, TileShape, not_applied
@@ -312,10 +311,7 @@ def invariant_items_kernel(
     batch = Batch(tensors, numbers, None)
     shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None, None)  # type: ignore[call-arg]
     ending = signal_of(SHAPE.slots)
-    fence_async_shared()
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    begin_kernel(PDL)
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     if SHAPE.M == WARPGROUP:
         gl.warp_specialize(
@@ -451,11 +447,9 @@ def invariant_states_kernel(
                             acc = tl.where(takes, tl.fma(acc, decay, part * weight), acc)
                             l = tl.where(takes, tl.fma(l, decay, l_part * weight), l)
                             m = m_new
-            seen = l != 0.0
-            share = tl.where(seen, 1.0 / tl.where(seen, l, 1.0), 0.0)
+            share, lse2 = normaliser(m, l)
             if tensors.v_scale is not None:
                 share *= of_values
-            lse2 = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
             head = (row_start + row // G).to(tl.int64) * SPEC.heads + kh * G + row % G
             tl.store(tensors.out + head * Dv + e % Dv, (acc * share).to(tensors.out.dtype.element_ty), mask=live)
             if tensors.lse is not None:

@@ -22,12 +22,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles, mixed, ring
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E, zero_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import BLOCK_M, HopperShape, Shared, shared_memory
-from paged_ops.lowerings.gpu.attention.hopper.invariant_items import Items, item_of, scheduler, total_items
+from paged_ops.lowerings.gpu.attention.hopper.invariant_items import (
+    Items,
+    counters_of,
+    item_of,
+    scheduler,
+    total_items,
+)
 from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import consumer
 from paged_ops.lowerings.gpu.attention.hopper.invariant_sums import column_sums, tile_sums
 from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing, producer, rows_of
@@ -117,9 +122,7 @@ def load_segments(
     K_SHAPE: gl.constexpr = DECODES.k
     V_SHAPE: gl.constexpr = DECODES.v
     programs = gl.num_programs(0)
-    counters = batch.tensors.taken
-    if batch.tensors.arrived is not None:
-        counters = batch.tensors.arrived
+    counters = counters_of(batch.tensors)
     full, last, _tiles, states = total_items(programs > 0, batch, True, SPEC, PLAN, SHAPE)
     fits = states * SPEC.K <= PLAN.cuts.states
     work = Items(fits, full + last, full, last, 0 * programs, programs, counters)
@@ -288,10 +291,7 @@ def invariant_beside_kernel(
     shared = Shared(*shared_memory(dtype, SPEC, SHAPE), None, signal_of(1), None)  # type: ignore[call-arg]
     memory = decode_memory(dtype, DECODES)
     ending = signal_of(SHAPE.slots)
-    fence_async_shared()
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    ring.begin_kernel(PDL)
     LEAD: gl.constexpr = PLAN.lead
     GROUP: gl.constexpr = 32 // (SHAPE.N // SHAPE.page)
     gl.warp_specialize(

@@ -20,18 +20,17 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from paged_ops.lowerings.gpu.attention.hopper import fp8, ring, softmax
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
 from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, Shared
 from paged_ops.lowerings.gpu.attention.hopper.fp8 import LEAST, bytes_of
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import as_tiles, query_places, rows_at_once, tile_layout
-from paged_ops.lowerings.gpu.attention.hopper.invariant_items import Items, item_of, total_items
+from paged_ops.lowerings.gpu.attention.hopper.invariant_items import Items, count_items, counters_of, item_of
 from paged_ops.lowerings.gpu.attention.hopper.loader import loader
 from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, prefetch_ids, producer
-from paged_ops.lowerings.gpu.attention.hopper.segments import fold_weights, segment_tiles
+from paged_ops.lowerings.gpu.attention.hopper.segments import common_segment, fold_weights, segment_tiles
 from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, end_items, next_tiles, read_item, write_item
 from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, needs_mask
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
@@ -229,10 +228,7 @@ def attend(
     token = item.first_token + r // G
     live = (r < TOKENS * G) & (token < item.q_len)
     i = item.seq_len - item.q_len + token
-    first_i = item.seq_len - item.q_len + item.first_token
-    last_i = first_i + gl.minimum(TOKENS, item.q_len - item.first_token) - 1
-    segment = segment_tiles(first_i, CUTS)
-    segment = gl.where(segment == segment_tiles(last_i, CUTS), segment, CUTS.tiles)
+    segment = common_segment(item, TOKENS, CUTS)
     first, last, row_factor = take_rows(n, tiles, shared.item_ring, SPEC, SHAPE)
     state = nothing(SPEC, SHAPE)
     total = State(state.even, state.odd, state.m, 0.0 * row_factor)
@@ -286,18 +282,8 @@ def take_segments(batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr,
     the segments of sequences of at most PLAN.beside rows, if the workspace holds all states; else all items."""
     DECODES: gl.constexpr = PLAN.beside > 0
     programs = gl.num_programs(0)
-    full, last, tiles, states = total_items(programs > 0, batch, DECODES, SPEC, PLAN, SHAPE)
-    fits = states * SPEC.K <= PLAN.cuts.states
-    if DECODES:
-        tiles = 0 * tiles
-    if not fits:
-        full, last, tiles, states = total_items(fits, batch, DECODES, SPEC, PLAN, SHAPE)
-        if DECODES:
-            tiles = 0 * tiles
-    counters = batch.tensors.taken
-    if batch.tensors.arrived is not None:
-        counters = batch.tensors.arrived
-    work = Items(fits, full + last + tiles, full, last, 0 * programs, programs, counters)
+    fits, full, last, tiles = count_items(batch, DECODES, SPEC, PLAN, SHAPE)
+    work = Items(fits, full + last + tiles, full, last, 0 * programs, programs, counters_of(batch.tensors))
     at = gl.program_id(0)
     n = 0
     while at < work.tiles * SPEC.K:
@@ -309,7 +295,7 @@ def take_segments(batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr,
         await_rows()
         ring.fill(shared.item_ring, n)
         ring.wait_full(ending, n)
-        at = programs + gl.atomic_add(counters + 3, 1)
+        at = programs + gl.atomic_add(work.counters + 3, 1)
         n += 1
     end_items(shared, n, SHAPE.warps)
 
@@ -331,7 +317,7 @@ def invariant_decode_kernel(
     K_BYTES: gl.constexpr = BYTES.k.parts
     V_BYTES: gl.constexpr = BYTES.v.parts
     dtype: gl.constexpr = tensors.query.dtype.element_ty
-    ROWS: gl.constexpr = most(M, rows_at_once(D))  # that are loaded
+    ROWS: gl.constexpr = max(M, rows_at_once(D))  # that are loaded
     item_ring = ring.ring_of(SHAPE.slots, 1, 2)
     items = gl.allocate_shared_memory(gl.int32, [SHAPE.slots * FIELDS, 1], mbarrier.MBarrierLayout())
     groups = query_places(dtype, SHAPE.slots * ROWS, K_PARTS)
@@ -345,10 +331,7 @@ def invariant_decode_kernel(
         gl.allocate_shared_memory(gl.float16, [N, M], gl.SwizzledSharedLayout(8, 1, 1, [1, 0])),
     )
     ending = ring.signal_of(SHAPE.slots)
-    fence_async_shared()
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    ring.begin_kernel(PDL)
     if tensors.k_scale is not None:
         scale *= gl.load(tensors.k_scale)
     batch = Batch(tensors, Numbers(scale, soft_cap, window, chunk, table_stride, S, T), None)
@@ -362,11 +345,6 @@ def invariant_decode_kernel(
         [1, 1],
         SHAPE.registers,
     )
-
-
-@gluon.constexpr_function
-def most(a, b):
-    return max(a, b)
 
 
 @gluon.jit
