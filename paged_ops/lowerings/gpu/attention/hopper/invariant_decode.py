@@ -1,16 +1,16 @@
 """Batch-invariant decodes on Hopper over fp8 caches: the items and the loads of invariant_fp8.py, with a consumer for
 few query rows, which converts keys and values in registers and multiplies them by ``mma.sync``.
 
-The bits are those of 64 rows by ``wgmma``: on sm_90 a chain of matrix instructions gives the same float32s whatever the
-instruction and the side of an operand (measured, see benchmarks/notes/gpu-designs.md), as long as each step of 16
-numbers has the same numbers. So a tile has the same 128 keys here, columns of keys are in the same order (``apart`` of
-fp8.py), and the softmax takes the same instructions; weights are added by keys in one order.
+The bits equal those of 64 rows by ``wgmma``: on sm_90 a chain of matrix instructions gives the same float32s whatever
+the instruction and the side of an operand (measured, see benchmarks/notes/gpu-designs.md), as long as each step of 16
+numbers has the same numbers. So a tile has the same 128 keys here, columns of keys are in the same order
+(``reordered`` of fp8.py), and the softmax takes the same instructions; weights are added by keys in one order.
 
 Each of the consumer's warps has 32 keys of a tile for the scores, and a quarter of the columns for the values. They
 exchange maxima, then weights, so a tile has two barriers. A program needs few registers and little shared memory:
 several share a multiprocessor, and compute while others wait.
 
-Letters: as in dense.py; here the rows of products are keys, or columns of values, and the columns query rows.
+Letters: as in dense.py; here the rows of matmuls are keys, or columns of values, and the columns are query rows.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Tiles(NamedTuple):
 
 @gluon.constexpr_function
 def sums_layout():
-    """Of scores ``[128, M]`` and of sums of values ``[columns, M]``."""
+    """The layout of scores ``[128, M]`` and of sums of values ``[columns, M]``."""
     return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
 
 
 @gluon.constexpr_function
 def all_peaks(M):
-    """Of the maxima ``[4, M]`` of the warps: each thread has those of the columns that it has of scores."""
+    """The layout of the warps' maxima ``[4, M]``: each thread has the maxima of its columns of scores."""
     columns = [[0, 8]] if M > 8 else []
     return gl.DistributedLinearLayout(
         [[0, 1], *columns, [1, 0], [2, 0]], [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [4, M]
@@ -130,7 +130,7 @@ def row_sums(l):
 
 
 class State(NamedTuple):
-    """The state of a segment, or of those that were folded."""
+    """The state of a segment, or of the segments that were folded."""
 
     even: Any  # sums of values, even columns
     odd: Any
@@ -279,8 +279,8 @@ def decoder(tiles, batch, shared, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE:
 @gluon.jit
 def take_segments(batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
     """The scheduler's role, by the fourth counter: as ``take_in_time`` of invariant_items.py. Next to prompts these are
-    the segments of sequences of at most PLAN.beside rows, if the workspace holds all states; else all items."""
-    DECODES: gl.constexpr = PLAN.beside > 0
+    the segments of sequences of at most PLAN.decoder_rows rows, if the workspace holds all states; else all items."""
+    DECODES: gl.constexpr = PLAN.decoder_rows > 0
     programs = gl.num_programs(0)
     fits, full, last, tiles = count_items(batch, DECODES, SPEC, PLAN, SHAPE)
     work = Items(fits, full + last + tiles, full, last, 0 * programs, programs, counters_of(batch.tensors))

@@ -1,19 +1,19 @@
 """Batch-invariant decodes on Hopper (sm_90) in Gluon: invariant.py's items of at most 16 query rows. Keys are the rows
 of the matmuls, and query rows their 8 or 16 columns.
 
-64 rows by ``wgmma`` take as long for one row as for 64: 0.6 µs more per tile of 128 keys than here. The bits are those
-of invariant_roles.py, as in invariant_beside.py: sums of products are made in the same order, and all else that rounds
-is the same arithmetic.
+A ``wgmma`` of 64 rows takes as long for one row as for 64: 0.6 µs more per tile of 128 keys than here. The bits equal
+those of invariant_roles.py, as in invariant_mixed.py: matmuls add in the same order, and everything else that rounds is
+the same arithmetic.
 
 One program per multiprocessor. A warp takes items and loads query rows, one loads tiles by TMA, and a warpgroup
 computes. All sums fit its registers, also those of the segments that were folded.
 
-Programs of ``invariant_states_kernel`` are launched when each program of this kernel runs, get place on the same
-multiprocessors, and wait there until this kernel has ended. It ends, as nothing here waits for them, nor for what they
-hold: a program has its warps, registers and shared memory from the start, and no warp asks for registers later
-(REGISTERS). Its roles wait for each other, at barriers in shared memory, and for memory. Items are taken by a counter,
-so that no program waits for another one. The next kernel is launched when all programs of the fold have come to their
-end, of which the first one has waited for this kernel.
+Programs of ``invariant_states_kernel`` are launched when each program of this kernel runs. They get a place on the same
+multiprocessors, and wait there until this kernel has ended. It does end, as it waits for nothing that they hold: a
+program has its warps, registers and shared memory from the start, and no warp asks for registers later (REGISTERS).
+Roles wait only for each other, at barriers in shared memory, and for memory. Items are taken by a counter, so that no
+program waits for another one. The next kernel is launched when all programs of the fold are at their end. The first of
+them has waited for this kernel.
 
 Letters: as in dense.py.
 """

@@ -68,7 +68,7 @@ def invariant_fp8_kernel(
     K_BYTES: gl.constexpr = BYTES.k.parts
     V_BYTES: gl.constexpr = BYTES.v.parts
     keys, values = bytes_of(K_BYTES, BYTES), bytes_of(V_BYTES, BYTES)
-    told = Shared(*of_all[:2], None, None, keys, values, None, None, None, None, None)  # type: ignore[call-arg]
+    of_bytes = Shared(*of_all[:2], None, None, keys, values, None, None, None, None, None)  # type: ignore[call-arg]
     ending = signal_of(SHAPE.slots)
     begin_kernel(PDL)
     if tensors.k_scale is not None:
@@ -81,7 +81,7 @@ def invariant_fp8_kernel(
                 (converter, (keys, values, shared, E4M3, SHAPE, True)),
                 (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
                 (scheduler, (batch, shared, ending, SPEC, PLAN, SHAPE)),
-                (load_bytes, (descs, batch, told, ending, SPEC, PAIRS, PLAN, BYTES, LOADS)),
+                (load_bytes, (descs, batch, of_bytes, ending, SPEC, PAIRS, PLAN, BYTES, LOADS)),
             ],
             [4, 1, 1],
             SHAPE.registers,
@@ -93,7 +93,7 @@ def invariant_fp8_kernel(
                 (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
                 (consumer, (1, batch, shared, SPEC, PLAN, SHAPE)),
                 (scheduler, (batch, shared, ending, SPEC, PLAN, SHAPE)),
-                (load_bytes, (descs, batch, told, ending, SPEC, PAIRS, PLAN, BYTES, LOADS)),
+                (load_bytes, (descs, batch, of_bytes, ending, SPEC, PAIRS, PLAN, BYTES, LOADS)),
             ],
             [4, 4, 1, 1],
             SHAPE.registers,

@@ -67,7 +67,7 @@ def items_of(start, segmented, batch, DECODES: gl.constexpr, SPEC: gl.constexpr,
     tiles, segments, whole = segments_of(q_len, seq_len, SPEC.G, TOKENS, DIVISION.rows, CUTS, SHAPE.N)
     states = gl.where(segmented, segments, 0)
     whole = gl.where(states > 0, 0, whole)
-    of_decoder = q_len * SPEC.G <= PLAN.beside
+    of_decoder = q_len * SPEC.G <= PLAN.decoder_rows
     if DECODES:
         segments = gl.where(of_decoder, states, 0)
     else:
@@ -172,7 +172,7 @@ def item_of(at, work, batch, DECODES: gl.constexpr, SPEC: gl.constexpr, PLAN: gl
 def scheduler(batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
     """Takes items, and copies their query rows. ``ending``: see :func:`take_in_time`."""
     DIVISION: gl.constexpr = PLAN.division
-    LEAST: gl.constexpr = PLAN.beside // SPEC.G
+    LEAST: gl.constexpr = PLAN.decoder_rows // SPEC.G
     programs = gl.num_programs(0)
     fits, full, last, tiles = count_items(batch, False, SPEC, PLAN, SHAPE)
     few = light_programs(batch, ANY_LENGTH, programs, SPEC.G, DIVISION, DIVISION.rows, SHAPE.M, SHAPE.warps, LEAST)

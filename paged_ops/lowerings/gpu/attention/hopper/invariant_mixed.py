@@ -278,7 +278,7 @@ def decoder(batch, memory, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.con
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
-def invariant_beside_kernel(
+def invariant_mixed_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     k_desc, v_desc, k_chunk_desc, v_chunk_desc,
