@@ -350,7 +350,7 @@ def store_item(
 
 
 @gluon.jit
-def skip(item, total, shared, SHAPE: gl.constexpr, which: gl.constexpr = 0, n=0):
+def skip(item, total, shared, which: gl.constexpr = 0, n=0):
     """Release the tiles of the n-th item, and pass on its turns, if a consumer has no rows in it."""
     for t in range(item.tiles):
         wait_full(shared.k.ring, total + t)
@@ -469,7 +469,7 @@ def consumer(which: gl.constexpr, batch, shared, SPEC: gl.constexpr, SHAPE: gl.c
     while tiles > 0:
         item = read_item(shared, n, tiles, 4)
         if which * WARPGROUP >= gl.minimum(SHAPE.M // SPEC.G, item.q_len - item.first_token) * SPEC.G:
-            skip(item, total, shared, SHAPE, which, n)
+            skip(item, total, shared, which, n)
             release(shared.item_ring, n)
         else:
             attend(item, n, total, factor, cap, which, batch, shared, SPEC, SHAPE)

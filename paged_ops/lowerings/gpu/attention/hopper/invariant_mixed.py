@@ -2,10 +2,10 @@
 next to them a decoder in each program, as in mixed.py.
 
 The decoder computes the segments of sequences with few rows. Keys are the rows of its matmuls and query rows the
-columns, which gives the bits that a consumer's matmuls give: each sum of products is made in the same order. All else
-that rounds is the same arithmetic: scores, weights and factors of a tile of 128 keys, and sums of weights in the order
-of invariant_sums.py. A tile is two halves, as chunks have 64 keys. It leaves the state of each segment, also if a
-sequence has one, and ``invariant_states_kernel`` folds them.
+columns. The bits equal those of a consumer: the tensor cores add in the same order, and everything else that rounds is
+the same arithmetic (scores, weights and factors of a tile of 128 keys, and sums of weights in the order of
+invariant_sums.py). Chunks have 64 keys, so a tile is two halves. The decoder leaves the state of each segment, also
+where a sequence has only one, and ``invariant_states_kernel`` folds them.
 
 Whether a batch has decoders changes no bit. Letters: as in dense.py.
 """

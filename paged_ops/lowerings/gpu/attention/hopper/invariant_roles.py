@@ -338,7 +338,7 @@ def consumer(which: gl.constexpr, batch, shared, SPEC: gl.constexpr, PLAN: gl.co
     while tiles > 0:
         item = read_item(shared, n, tiles, 4)
         if which * WARPGROUP >= gl.minimum(SHAPE.M // SPEC.G, item.q_len - item.first_token) * SPEC.G:
-            skip(item, total, shared, SHAPE)
+            skip(item, total, shared)
             release(shared.item_ring, n)
         else:
             attend(item, n, total, factor, which, batch, shared, SPEC, PLAN, SHAPE)
