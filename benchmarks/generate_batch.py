@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import transformers
+from shapes_vllm import SHAPES
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import model_runner
 
@@ -33,18 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from paged_ops.integrations.transformers.continuous_batching import use_paged_attention
 from tests.integrations.transformers.tiny_models import MODELS, PAGE_SIZE, PROMPTS, SHAPE, tiny_model
 
-LLAMA_8B = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 16384,
-    "rope_theta": 500000.0,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+LLAMA_8B = {**SHAPES["llama-3-8b"], "eos_token_id": None, "pad_token_id": 0}
 LOADS = {
     "1x1024": [1024],
     "32x1024": [1024] * 32,

@@ -3,7 +3,7 @@
 NAME is a regular expression: only variants whose names match are compiled. Prints one JSON line per variant: its
 kernels, their spills, expected instructions that are missing, and a hash of their assembly. With
 ``TRITON_DISABLE_LINE_INFO=1`` in the environment, equal hashes show that a change of the source left the compiled
-kernels as they were (benchmarks/data/assembly_equal.json).
+kernels as they were.
 """
 
 import json

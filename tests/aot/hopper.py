@@ -151,7 +151,7 @@ VARIANTS = [
                 *EXPECT["cuda:90"],
                 r"wgmma\.mma_async.*m64n8k16",
                 r"cp\.async\.bulk\.tensor\.2d",
-                r"\.entry invariant_beside_kernel",
+                r"\.entry invariant_mixed_kernel",
             )
         },
         spills=INVARIANT_SPILLS,

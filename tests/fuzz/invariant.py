@@ -100,7 +100,7 @@ class Setting:
         return plain and stored and self.dtype != torch.float32 and self.D == self.Dv in (64, 128)
 
     def may_have_decoders(self, device: str) -> bool:
-        """Whether hopper/invariant_beside.py computes some of its batches, if TMA can address the cache."""
+        """Whether hopper/invariant_mixed.py computes some of its batches, if TMA can address the cache."""
         return (
             device != "cpu"
             and len(with_cuts(device)) > 1

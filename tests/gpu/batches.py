@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers.gpu import GPU
+from tests.helpers.gpu import GPU, captured_into
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 import triton
 
+import paged_ops
 from paged_ops import layouts
 from paged_ops.features import Features, kept_keys
 from paged_ops.lowerings.gpu import spec
@@ -174,3 +175,32 @@ def compare(out, lse, wanted, wanted_lse):
     torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-4, rtol=4e-6)
     largest = wanted.abs().max().item()
     torch.testing.assert_close(out.double(), wanted, atol=0.012 * largest, rtol=0)
+
+
+def check_twice(call, features, wanted):
+    """A call against float64; two calls give the same bits."""
+    out, lse = paged_ops.paged_attention_with_lse(*call, **features)
+    again = paged_ops.paged_attention_with_lse(*call, **features)
+    assert torch.equal(out.view(torch.int16), again[0].view(torch.int16)) and torch.equal(lse, again[1])
+    compare(out, lse, *wanted)
+
+
+def check_replays(made, length):
+    """Batches of equal shapes by one graph, which is captured with the first batch and all lengths ``length``."""
+    captured = [each.clone() if isinstance(each, torch.Tensor) else each for each in made[0][0]]
+    captured[3].fill_(length)
+    paged_ops.paged_attention_with_lse(*captured)
+    torch.cuda.synchronize(GPU)
+    graph = torch.cuda.CUDAGraph()
+    with captured_into(graph):
+        out, lse = paged_ops.paged_attention_with_lse(*captured)
+    for call, _, wanted in made:
+        for place, given in zip(captured[:5], call[:5], strict=True):
+            if place.itemsize == 1:
+                place, given = place.view(torch.uint8), given.view(torch.uint8)
+            place.copy_(given)
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize(GPU)
+        compare(out, lse, *wanted)

@@ -6,9 +6,9 @@ import dataclasses
 import pytest
 import torch
 
-from tests.gpu.batches import batch, compare, on_hopper
+from tests.gpu.batches import batch, check_replays, compare, on_hopper
 from tests.gpu.step import H200
-from tests.helpers.gpu import GPU, captured_into
+from tests.helpers.gpu import GPU
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
@@ -252,21 +252,7 @@ def test_a_graph_serves_other_lengths():
         batch((32, 8), tokens, lens, columns=200, blocks=300, stored=E4M3)
         for lens in ([300, 900, 129, 7], [2000, 1, 130, 0], [301, 3000, 1000, 5])
     ]
-    captured = [each.clone() if isinstance(each, torch.Tensor) else each for each in made[0][0]]
-    captured[3].fill_(300)
-    graph = torch.cuda.CUDAGraph()
-    paged_ops.paged_attention_with_lse(*captured)
-    torch.cuda.synchronize(GPU)
-    with captured_into(graph):
-        out, lse = paged_ops.paged_attention_with_lse(*captured)
-    for call, _, wanted in made:
-        for place, given in zip(captured[:5], call[:5], strict=True):
-            place.view(torch.uint8).copy_(given.view(torch.uint8))
-        out.fill_(torch.nan)
-        lse.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize(GPU)
-        compare(out, lse, *wanted)
+    check_replays(made, 300)
 
 
 def noted_plans(monkeypatch):

@@ -163,7 +163,7 @@ def by_code(monkeypatch, told, loaded):
         for each in places:
             each.index(at % STAGES[0]).store(at)
 
-    def halve_rows(n, shared, SHAPE, APART):
+    def halve_rows(n, shared, SHAPE, REORDERED):
         place = shared.q_groups.index(ring.stage_of(shared.item_ring, n))
         of, state = place.content
         assert state == "given"
@@ -346,7 +346,7 @@ def take_and_attend(monkeypatch, seed, stages, slots, row_slots, load, lead):
     )
     side = SimpleNamespace(size=128)
     SPEC = SimpleNamespace(K=1, B=16, table=1, masks=masks, k_side=side, v_side=side)
-    plan = SimpleNamespace(lead=lead, beside=0)
+    plan = SimpleNamespace(lead=lead, decoder_rows=0)
     numbers = SimpleNamespace(T=0, S=len(items), table_stride=0)
     batch = SimpleNamespace(tensors=SimpleNamespace(query=None, block_tables=0), numbers=numbers)
     work_ = SimpleNamespace(tiles=len(items), few=0, programs=1, counters=None)

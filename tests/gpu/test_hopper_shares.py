@@ -4,19 +4,16 @@ float64, on a GPU."""
 import pytest
 import torch
 
-from tests.helpers.gpu import GPU, captured_into
-
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 
-import paged_ops
 from paged_ops import layouts
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec
 from paged_ops.lowerings.gpu.attention import choose
 from paged_ops.lowerings.gpu.attention.hopper import dense, shares
 from paged_ops.lowerings.gpu.attention.triton import decode
-from tests.gpu.batches import SMALL, batch, check_parts, compare, on_hopper, parts_by_the_code
+from tests.gpu.batches import SMALL, batch, check_parts, check_replays, check_twice, on_hopper, parts_by_the_code
 from tests.gpu.step import H200
 
 LENS = [1, 16, 100, 0, 4096, 63, 64, 65, 777, 2048, 128, 129]
@@ -199,10 +196,7 @@ def test_tiles(D, M, shape):
 def test_batches_against_float64(name):
     """All that must not be read is NaN; two calls give the same bits."""
     call, features, wanted = batch(**BATCHES[name])
-    out, lse = paged_ops.paged_attention_with_lse(*call, **features)
-    again = paged_ops.paged_attention_with_lse(*call, **features)
-    assert torch.equal(out.view(torch.int16), again[0].view(torch.int16)) and torch.equal(lse, again[1])
-    compare(out, lse, *wanted)
+    check_twice(call, features, wanted)
 
 
 @pytest.mark.gpu
@@ -217,19 +211,4 @@ def test_a_graph_serves_other_lengths(heads):
         {"lens": [129, 128, 64, 17], "heads": heads},
     ]
     made = [batch(tokens=[tokens] * 4, columns=3200, blocks=4000, **each) for each in batches]
-    first = made[0][0]
-    captured = [each.clone() if isinstance(each, torch.Tensor) else each for each in first]
-    captured[3].fill_(tokens)
-    graph = torch.cuda.CUDAGraph()
-    paged_ops.paged_attention_with_lse(*captured)
-    torch.cuda.synchronize(GPU)
-    with captured_into(graph):
-        out, lse = paged_ops.paged_attention_with_lse(*captured)
-    for call, _, wanted in made:
-        for place, given in zip(captured[:5], call[:5], strict=True):
-            place.copy_(given)
-        out.fill_(torch.nan)
-        lse.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize(GPU)
-        compare(out, lse, *wanted)
+    check_replays(made, tokens)

@@ -6,13 +6,14 @@ An fp8 tensor is passed to a kernel as uint8, and its format as one of the const
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from paged_ops.lowerings.gpu.target import Target
 
-NOT_FP8 = tl.constexpr(0)
 E4M3FN = tl.constexpr(1)  # bias 7, largest 448, no infinities, NaN 0x7f
 E5M2 = tl.constexpr(2)  # bias 15, largest 57344, the upper byte of a float16
 E4M3FNUZ = tl.constexpr(3)  # bias 8, largest 240, no infinities, no -0, NaN 0x80
@@ -26,6 +27,32 @@ FP8_FORMATS = {
 }
 
 
+def of_both(asm: str) -> Any:
+    """PTX for e4m3 and for e5m2, from PTX with TYPE in place of the format."""
+    return [tl.constexpr(asm.replace("TYPE", each)) for each in ("e4m3", "e5m2")]
+
+
+# PTX of sm_89, for the functions below.
+ROUND_E4M3, ROUND_E5M2 = of_both(
+    "{ .reg .b16 lo, hi; cvt.rn.satfinite.TYPEx2.f32 lo, $2, $1; cvt.rn.satfinite.TYPEx2.f32 hi, $4, $3;"
+    " mov.b32 $0, {lo, hi}; }"
+)
+WIDEN_E4M3, WIDEN_E5M2 = of_both(
+    "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.rn.f16x2.TYPEx2 $0, lo; cvt.rn.f16x2.TYPEx2 $1, hi; }"
+)
+HALVES_E4M3, HALVES_E5M2 = of_both(
+    "{ .reg .b16 first, second; mov.b32 {first, second}, $2;"
+    " cvt.rn.f16x2.TYPEx2 $0, first; cvt.rn.f16x2.TYPEx2 $1, second; }"
+)
+PAIRS_E4M3 = tl.constexpr(
+    "{ .reg .b32 apart; .reg .b16 lower, upper; prmt.b32 apart, $2, 0, 0x3120; mov.b32 {lower, upper}, apart;"
+    " cvt.rn.f16x2.e4m3x2 $0, lower; cvt.rn.f16x2.e4m3x2 $1, upper; }"
+)
+# A number in e5m2 is the upper byte of a float16.
+PAIRS_E5M2 = tl.constexpr("prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;")
+WORDS_E5M2 = tl.constexpr("prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;")
+
+
 def stored_format(stored: torch.dtype, dtype: torch.dtype, target: Target) -> int:
     """The format of a cache whose elements are ``stored`` in ``dtype``; uint8 has the target's own format. 0: not
     fp8."""
@@ -37,10 +64,9 @@ def stored_format(stored: torch.dtype, dtype: torch.dtype, target: Target) -> in
 def encode_fp8(real, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     """float32 to the bits of an fp8 format: to nearest even, saturated, NaN kept. NATIVE: by a PTX instruction (from
     sm_89 on)."""
-    if NATIVE and FORMAT == 1:
-        return _cvt_e4m3(real)
-    elif NATIVE and FORMAT == 2:
-        return _cvt_e5m2(real)
+    if NATIVE and FORMAT <= 2:
+        asm: tl.constexpr = ROUND_E4M3 if FORMAT == 1 else ROUND_E5M2
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [real], dtype=tl.uint8, is_pure=True, pack=4)
     else:
         return _round_bits(real, FORMAT)
 
@@ -96,39 +122,34 @@ def decode_fp8(bits, FORMAT: tl.constexpr):
 @triton.jit
 def widen_fp8(tile):
     """A tile of a target's own fp8 type as float16, exactly, two numbers per instruction (PTX ``cvt`` from sm_89)."""
-    if tile.dtype == tl.float8e4nv:
-        return _cvt_from_e4m3(tile.to(tl.uint8, bitcast=True))
-    else:
-        return _cvt_from_e5m2(tile.to(tl.uint8, bitcast=True))
+    asm: tl.constexpr = WIDEN_E4M3 if tile.dtype == tl.float8e4nv else WIDEN_E5M2
+    bits = tile.to(tl.uint8, bitcast=True)
+    return tl.inline_asm_elementwise(asm, "=r,=r,r", [bits], dtype=tl.float16, is_pure=True, pack=4)
 
 
 @triton.jit
 def widen_pairs(pairs, E4M3: tl.constexpr):
     """int16s of two fp8 numbers each, as float16 by a PTX instruction: the lower numbers, and the upper numbers."""
-    if E4M3:
-        return _cvt_pairs_of_e4m3(pairs)
-    else:
-        return _cvt_pairs_of_e5m2(pairs)
+    asm: tl.constexpr = PAIRS_E4M3 if E4M3 else PAIRS_E5M2
+    registers: tl.constexpr = "=r,=r,r" if E4M3 else "=&r,=r,r"
+    return tl.inline_asm_elementwise(asm, registers, [pairs], (tl.float16, tl.float16), is_pure=True, pack=2)
 
 
 @triton.jit
 def widen_halves(pairs, E4M3: tl.constexpr):
     """int16s of two fp8 numbers each, as float16 by a PTX instruction. For every two adjacent int16s in a thread's
     registers: the two numbers of the first, and the two numbers of the second."""
-    if E4M3:
-        return _cvt_halves_of_e4m3(pairs)
-    else:
-        return _cvt_halves_of_e5m2(pairs)
+    asm: tl.constexpr = HALVES_E4M3 if E4M3 else HALVES_E5M2
+    return tl.inline_asm_elementwise(asm, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2)
 
 
 @triton.jit
 def widen_words(words, E4M3: tl.constexpr):
     """int32s of four fp8 numbers each, as int32s of two float16 numbers each, by a PTX instruction: the first two
     numbers, and the last two."""
-    if E4M3:
-        return _cvt_words_of_e4m3(words)
-    else:
-        return _cvt_words_of_e5m2(words)
+    asm: tl.constexpr = HALVES_E4M3 if E4M3 else WORDS_E5M2
+    registers: tl.constexpr = "=r,=r,r" if E4M3 else "=&r,=r,r"
+    return tl.inline_asm_elementwise(asm, registers, [words], (tl.int32, tl.int32), is_pure=True, pack=1)
 
 
 @triton.jit
@@ -154,129 +175,3 @@ def _round_bits(real, FORMAT: tl.constexpr):
     else:
         code = tl.where(is_nan, 0x80, tl.where(code == 0, 0, code | sign))
     return code.to(tl.uint8)
-
-
-@triton.jit
-def _cvt_e4m3(real):
-    return tl.inline_asm_elementwise(
-        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;"
-        " mov.b32 $0, {lo, hi}; }",
-        "=r,r,r,r,r",
-        [real],
-        dtype=tl.uint8,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def _cvt_e5m2(real):
-    return tl.inline_asm_elementwise(
-        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e5m2x2.f32 lo, $2, $1; cvt.rn.satfinite.e5m2x2.f32 hi, $4, $3;"
-        " mov.b32 $0, {lo, hi}; }",
-        "=r,r,r,r,r",
-        [real],
-        dtype=tl.uint8,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def _cvt_from_e4m3(bits):
-    return tl.inline_asm_elementwise(
-        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }",
-        "=r,=r,r",
-        [bits],
-        dtype=tl.float16,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def _cvt_from_e5m2(bits):
-    return tl.inline_asm_elementwise(
-        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.rn.f16x2.e5m2x2 $0, lo; cvt.rn.f16x2.e5m2x2 $1, hi; }",
-        "=r,=r,r",
-        [bits],
-        dtype=tl.float16,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def _cvt_pairs_of_e4m3(pairs):
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 apart; .reg .b16 lower, upper; prmt.b32 apart, $2, 0, 0x3120; mov.b32 {lower, upper}, apart;"
-        " cvt.rn.f16x2.e4m3x2 $0, lower; cvt.rn.f16x2.e4m3x2 $1, upper; }",
-        "=r,=r,r",
-        [pairs],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _cvt_pairs_of_e5m2(pairs):
-    return tl.inline_asm_elementwise(  # e5m2 is the upper byte of a float16
-        "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;",
-        "=&r,=r,r",
-        [pairs],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _cvt_halves_of_e4m3(pairs):
-    return tl.inline_asm_elementwise(
-        "{ .reg .b16 first, second; mov.b32 {first, second}, $2;"
-        " cvt.rn.f16x2.e4m3x2 $0, first; cvt.rn.f16x2.e4m3x2 $1, second; }",
-        "=r,=r,r",
-        [pairs],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _cvt_halves_of_e5m2(pairs):
-    return tl.inline_asm_elementwise(
-        "{ .reg .b16 first, second; mov.b32 {first, second}, $2;"
-        " cvt.rn.f16x2.e5m2x2 $0, first; cvt.rn.f16x2.e5m2x2 $1, second; }",
-        "=r,=r,r",
-        [pairs],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _cvt_words_of_e4m3(words):
-    return tl.inline_asm_elementwise(
-        "{ .reg .b16 first, last; mov.b32 {first, last}, $2;"
-        " cvt.rn.f16x2.e4m3x2 $0, first; cvt.rn.f16x2.e4m3x2 $1, last; }",
-        "=r,=r,r",
-        [words],
-        dtype=(tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _cvt_words_of_e5m2(words):
-    return tl.inline_asm_elementwise(  # e5m2 is the upper byte of a float16
-        "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
-        "=&r,=r,r",
-        [words],
-        dtype=(tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )

@@ -31,6 +31,7 @@ from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, release
 from paged_ops.lowerings.gpu.attention.hopper.softmax import (
     LEAST,
     by_threads,
+    normaliser,
     rows_by_threads,
     rows_layout,
     scaled_if_raised,
@@ -192,6 +193,24 @@ def zero_rows(values, j, low, end, FIRST: gl.constexpr = 0):
 
 
 @gluon.jit
+def zero_past(which: gl.constexpr, n, total, item, shared, SHAPE: gl.constexpr):
+    """Zero the values past the sequence, which may be NaN, in the newest tile of the n-th item, the total-th: the first
+    consumer does it for all."""
+    N: gl.constexpr = SHAPE.N
+    V_PARTS: gl.constexpr = SHAPE.v.parts
+    past = item.end_tile * N > item.seq_len
+    if past:
+        wait_full(shared.v.ring, total)
+        if which == 0:
+            zero_values(shared.v, total, 0, N, (item.end_tile - 1) * N, 0, item.seq_len, V_PARTS)
+            fence_async_shared()
+    if which == 0:
+        fill(shared.newest_clean, n)
+    if past:
+        wait_full(shared.newest_clean, n)
+
+
+@gluon.jit
 def zero_before(which: gl.constexpr, at, first, oldest, item, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Zero the values in the at-th tile, which begins with key ``first``, that no row sees, as key ``oldest`` is the
     oldest that one sees besides the first tokens."""
@@ -331,7 +350,7 @@ def store_item(
 
 
 @gluon.jit
-def skip(item, total, shared, SHAPE: gl.constexpr, which: gl.constexpr = 0, n=0):
+def skip(item, total, shared, which: gl.constexpr = 0, n=0):
     """Release the tiles of the n-th item, and pass on its turns, if a consumer has no rows in it."""
     for t in range(item.tiles):
         wait_full(shared.k.ring, total + t)
@@ -404,17 +423,7 @@ def attend(
     p, m, l, _decay = softmax_tile(s, m, factor, BY_ROWS and not SOFT_CAP)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout(WIDTHS[0]), 2)
     p16 = gl.convert_layout(p.to(shared.q_tiles[0].dtype), p_layout)
-    # values past the sequence may be NaN: the first warpgroup zeroes them once
-    past = item.end_tile * N > item.seq_len
-    if past:
-        wait_full(shared.v.ring, total)
-        if which == 0:
-            zero_values(shared.v, total, 0, N, (item.end_tile - 1) * N, 0, item.seq_len, V_PARTS)
-            fence_async_shared()
-    if which == 0:
-        fill(shared.newest_clean, n)
-    if past:
-        wait_full(shared.newest_clean, n)
+    zero_past(which, n, total, item, shared, SHAPE)
     sums = Sums(acc, p16, m, l)
     last = total + item.tiles - 1
     # The oldest tile, which comes last, may begin before the keys that the rows see. With first tokens the next tile
@@ -438,11 +447,9 @@ def attend(
     m = gl.convert_layout(gl.max(sums.m, 1), s_rows)
     if SPEC.logits.sinks:
         l += gl.where(sink > float("-inf"), gl.exp2(sink - m), 0.0)
-    seen = l != 0.0
-    share = gl.where(seen, 1.0 / gl.where(seen, l, 1.0), 0.0)
+    share, lse2 = normaliser(m, l)
     if tensors.v_scale is not None:
         share *= gl.load(tensors.v_scale)
-    lse2 = gl.where(seen, m + gl.log2(gl.where(seen, l, 1.0)), float("-inf"))
     acc = scaled(acc, share, V_PIECES)
     if shared.places is None:
         store_item(acc, lse2, item, 0, batch, which, False, SPEC, SHAPE)
@@ -462,7 +469,7 @@ def consumer(which: gl.constexpr, batch, shared, SPEC: gl.constexpr, SHAPE: gl.c
     while tiles > 0:
         item = read_item(shared, n, tiles, 4)
         if which * WARPGROUP >= gl.minimum(SHAPE.M // SPEC.G, item.q_len - item.first_token) * SPEC.G:
-            skip(item, total, shared, SHAPE, which, n)
+            skip(item, total, shared, which, n)
             release(shared.item_ring, n)
         else:
             attend(item, n, total, factor, cap, which, batch, shared, SPEC, SHAPE)

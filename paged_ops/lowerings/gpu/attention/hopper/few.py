@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense, ring
@@ -29,7 +28,7 @@ from paged_ops.lowerings.gpu.attention.hopper.dense import Columns
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import box_layout, box_of, tile_layout
 from paged_ops.lowerings.gpu.attention.hopper.latent_few import Steps, attend
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, Described, HopperLaunch
-from paged_ops.lowerings.gpu.attention.hopper.producer import rows_of
+from paged_ops.lowerings.gpu.attention.hopper.producer import load_rows, rows_of
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
@@ -156,15 +155,8 @@ def load_part(part, counts, descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
 @gluon.jit
 def take_queries(part, counts, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Copy a unit's query rows to where matmuls read them."""
-    G: gl.constexpr = SPEC.G
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    r = gl.arange(0, SHAPE.M, gl.SliceLayout(1, layout))
-    row = (part.row_start + part.first_token + r // G).to(gl.int64) * SPEC.query[0]
-    row += (part.kh * G + r % G).to(gl.int64) * SPEC.query[1]
-    d = gl.arange(0, SHAPE.D, gl.SliceLayout(0, layout))
-    live = (r < SHAPE.M // G * G) & (r // G < part.q_len - part.first_token)
-    rows = gl.load(batch.tensors.query + row[:, None] + d[None, :], mask=live[:, None], other=0.0)
-    shared.queries.store(rows)
+    shared.queries.store(load_rows(part, batch, layout, SPEC, SHAPE.M))
     fence_async_shared()
 
 
@@ -229,10 +221,7 @@ def few_kernel(
     eights = reinterpret(pages, dtype, [SHAPE.places * (N // 8), 8, D], tile_layout(8, D))
     weights = gl.allocate_shared_memory(dtype, [SHAPE.M, N], gl.NVMMASharedLayout(128, 16, 2))
     shared = FewMemory(queries, ring.ring_of(SHAPE.places, 1, 1), pages, tiles, eights, weights)
-    fence_async_shared()
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    ring.begin_kernel(PDL)
     batch = Batch(tensors, numbers, None)
     share = share_of(share_index(SPEC, DIVISION), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
     ATTEND: gl.constexpr = attend_part

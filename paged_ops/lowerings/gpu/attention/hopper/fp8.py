@@ -135,9 +135,9 @@ def as_words(given, number: gl.constexpr, N: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def convert(at, bytes, to, E4M3: gl.constexpr, APART: gl.constexpr = False):
-    """The at-th tile of keys, or of values, when its bytes have arrived and its place is empty. APART: see
-    :func:`apart`."""
+def convert(at, bytes, to, E4M3: gl.constexpr, REORDERED: gl.constexpr = False):
+    """The at-th tile of keys, or of values, when its bytes have arrived and its place is empty. REORDERED: see
+    :func:`reordered`."""
     # Eight neighbouring rows per warp: no bank conflicts.
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [0, 1])
     N: gl.constexpr = to.tiles[0].shape[1]
@@ -152,7 +152,7 @@ def convert(at, bytes, to, E4M3: gl.constexpr, APART: gl.constexpr = False):
             ring.wait_empty(to.ring, at)
         first, last = widen_words(words, E4M3)
         pairs = gl.join(first, last)
-        if APART:
+        if REORDERED:
             pairs = pairs.permute((0, 2, 1))
         tile.slice(piece * ROWS, ROWS, dim=0).store(pairs.reshape([ROWS, D // 2]))
     fence_async_shared()
@@ -161,7 +161,7 @@ def convert(at, bytes, to, E4M3: gl.constexpr, APART: gl.constexpr = False):
 
 
 @gluon.jit
-def apart(rows):
+def reordered(rows):
     """Rows whose columns are in another order: the first two of each four, then the last two of each four. In this
     order ``widen_halves`` leaves keys that it converts in registers."""
     ROWS: gl.constexpr = rows.shape[0]
@@ -171,7 +171,7 @@ def apart(rows):
 
 @gluon.jit
 def order_rows(n, shared, SHAPE: gl.constexpr):
-    """float16 query rows of the n-th item with their columns :func:`apart`, in place."""
+    """float16 query rows of the n-th item with their columns :func:`reordered`, in place."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     TILES: gl.constexpr = SHAPE.M // WARPGROUP
     ROWS: gl.constexpr = 16  # at once
@@ -179,15 +179,15 @@ def order_rows(n, shared, SHAPE: gl.constexpr):
     slot = ring.stage_of(shared.item_ring, n)
     for piece in gl.static_range(SHAPE.M // ROWS):
         rows = shared.q_tiles[0].index(slot * TILES + piece // EACH).slice(piece % EACH * ROWS, ROWS, dim=0)
-        rows.store(apart(rows.load(layout)))
+        rows.store(reordered(rows.load(layout)))
     fence_async_shared()
     ring.fill(shared.rows_full, n)
 
 
 @gluon.jit
-def halve_rows(n, shared, SHAPE: gl.constexpr, APART: gl.constexpr = False):
+def halve_rows(n, shared, SHAPE: gl.constexpr, REORDERED: gl.constexpr = False):
     """bfloat16 query rows of the n-th item as float16, in place. Each row is divided by its factor, a power of two, so
-    that its largest element is less than 2. APART: see :func:`apart`."""
+    that its largest element is less than 2. REORDERED: see :func:`reordered`."""
     ROWS: gl.constexpr = 16 if SHAPE.k.size <= 128 else 8  # at once
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [ROWS // 4, 128 // ROWS], [4, 1], [1, 0])
     dtype: gl.constexpr = gl.bfloat16
@@ -202,8 +202,8 @@ def halve_rows(n, shared, SHAPE: gl.constexpr, APART: gl.constexpr = False):
         power = gl.max(gl.abs(row), 1).to(gl.int32, bitcast=True) & 0x7F800000
         power = gl.minimum(gl.maximum(power, LEAST << 23), 253 << 23)
         half = (row * ((254 << 23) - power).to(gl.float32, bitcast=True)[:, None]).to(gl.float16)
-        if APART:
-            half = apart(half)
+        if REORDERED:
+            half = reordered(half)
         shared.q_tiles[0].index(tile).slice(piece % EACH * ROWS, ROWS, dim=0).store(half)
         factors = shared.row_factors.index(slot).slice(piece * ROWS, ROWS)
         if factors.dtype == gl.uint8:
@@ -215,21 +215,21 @@ def halve_rows(n, shared, SHAPE: gl.constexpr, APART: gl.constexpr = False):
 
 
 @gluon.jit
-def converter(keys, values, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr, APART: gl.constexpr = False):
+def converter(keys, values, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr, REORDERED: gl.constexpr = False):
     """Converts the items' tiles from the bytes of keys and values, in the order in which the consumers take them: keys
-    a tile ahead of values. APART: keys and query rows have their columns :func:`apart`."""
+    a tile ahead of values. REORDERED: keys and query rows have their columns :func:`reordered`."""
     count = next_tiles(shared, 0, 4)
     n = 0
     total = 0
     while count > 0:
         if shared.row_factors is not None:
-            halve_rows(n, shared, SHAPE, APART)
-        elif APART:
+            halve_rows(n, shared, SHAPE, REORDERED)
+        elif REORDERED:
             order_rows(n, shared, SHAPE)
         ring.release(shared.item_ring, n)
         for t in range(count + 1):
             if t < count:
-                convert(total + t, keys, shared.k, E4M3, APART)
+                convert(total + t, keys, shared.k, E4M3, REORDERED)
             if t > 0:
                 convert(total + t - 1, values, shared.v, E4M3)
         total += count
@@ -272,7 +272,7 @@ def fp8_kernel(
     K_BYTES: gl.constexpr = BYTES.k.parts
     V_BYTES: gl.constexpr = BYTES.v.parts
     keys, values = bytes_of(K_BYTES, BYTES), bytes_of(V_BYTES, BYTES)
-    told = Shared(*of_all[:2], None, None, keys, values, None, None, None, None, None)  # type: ignore[call-arg]
+    tiles_of_bytes = Shared(*of_all[:2], None, None, keys, values, None, None, None, None, None)  # type: ignore[call-arg]
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -280,7 +280,7 @@ def fp8_kernel(
             (consumer, (0, batch, shared, SPEC, SHAPE)),
             (consumer, (1, batch, shared, SPEC, SHAPE)),
             (scheduler, (batch, None, shared, SPEC, DIVISION, SHAPE)),
-            (producer, (((k_desc,), (v_desc,)), batch, told, SPEC, BYTES)),
+            (producer, (((k_desc,), (v_desc,)), batch, tiles_of_bytes, SPEC, BYTES)),
         ],
         [4, 4, 1, 1],
         SHAPE.registers,

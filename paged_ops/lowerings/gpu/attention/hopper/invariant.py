@@ -9,7 +9,7 @@ the segments of a long sequence go to all multiprocessors; the item's result is 
 ``invariant_states_kernel`` folds the states. Otherwise the consumer folds the segments: sums of the segments so far are
 in the workspace, in L2, as registers and shared memory are full. Whether segments are items may change with the batch;
 it changes no bit, as the same operations follow each other for each row. Programs take items by a counter.
-With prompts and many sequences, a decoder in each program computes the segments of decodes: invariant_beside.py.
+With prompts and many sequences, a decoder in each program computes the segments of decodes: invariant_mixed.py.
 Decodes alone have a kernel that multiplies keys by query rows: invariant_few.py.
 
 Each row takes the same instructions in tiles of 64 and of 128 rows: 64 rows of one warpgroup. Multiply-adds are written
@@ -30,12 +30,18 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
-from paged_ops.lowerings.gpu.attention.hopper import dense, fp8, invariant_decode, invariant_fp8, mixed, shares
-from paged_ops.lowerings.gpu.attention.hopper import invariant_beside as beside
+from paged_ops.lowerings.gpu.attention.hopper import (
+    dense,
+    fp8,
+    invariant_decode,
+    invariant_fp8,
+    invariant_mixed,
+    mixed,
+    shares,
+)
 from paged_ops.lowerings.gpu.attention.hopper import invariant_few as few_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
@@ -50,9 +56,9 @@ from paged_ops.lowerings.gpu.attention.hopper.launch import (
 )
 from paged_ops.lowerings.gpu.attention.hopper.loader import loader
 from paged_ops.lowerings.gpu.attention.hopper.producer import producer
-from paged_ops.lowerings.gpu.attention.hopper.ring import signal_of
+from paged_ops.lowerings.gpu.attention.hopper.ring import begin_kernel, signal_of
 from paged_ops.lowerings.gpu.attention.hopper.segments import Cuts, fold_weights, segments_of
-from paged_ops.lowerings.gpu.attention.hopper.softmax import LEAST
+from paged_ops.lowerings.gpu.attention.hopper.softmax import LEAST, normaliser
 from paged_ops.lowerings.gpu.attention.shared.tile import LN2, Batch, store_padding
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Division, Numbers, Pointers, Shapes, Spec, TileShape, not_applied
@@ -60,7 +66,7 @@ from paged_ops.lowerings.gpu.target import Target
 
 SIZES = (64, 64), (128, 128)  # head sizes that were run on a GPU
 SEGMENT, SHORTEST, FEW_HEADS = 4096, 1024, 4  # keys, keys, key/value heads: see segment_of
-SEGMENTS, FEWEST_SEGMENTS = 128, 16  # at most, of a long row: about so many in all key/value heads, and in one
+SEGMENTS, FEWEST_SEGMENTS = 128, 16  # of a long row, at most: in all key/value heads together, about, and in one
 LEAD = 8  # Plan.lead
 # Of invariant_decode_kernel and invariant_few_kernel: the most query rows; and, of the first, the programs per
 # multiprocessor if sequences are many.
@@ -82,9 +88,9 @@ class Plan(NamedTuple):
     division: Division
     cuts: Cuts
     lead: int  # tiles that are still to be loaded when the next item is taken
-    # Packed query rows, at most, of the sequences that decoders compute, see invariant_beside.py, or that
+    # The most packed query rows of the sequences that decoders compute (invariant_mixed.py), or that
     # invariant_decode_kernel serves.
-    beside: int = 0
+    decoder_rows: int = 0
     everyone: bool = False  # whether invariant_decode_kernel serves all other sequences, too
 
 
@@ -93,7 +99,7 @@ class Fold(NamedTuple):
 
     elements: int  # of a state, row after row
     at_once: int  # states that are loaded before the first is needed
-    untested: int  # of them, that are folded without a test whether there are so many
+    untested: int  # the states among these that are folded without a test whether they exist
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
@@ -124,7 +130,7 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
     division = tuning.division(min(rows, WARPGROUP.value), shapes.S)
     loads = loads_of(spec, shapes)
     prompts = loads == 2 and M > WARPGROUP.value and not is_fp8(spec)
-    decoders = prompts and beside.takes(spec, target, shapes.T, shapes.S)
+    decoders = prompts and invariant_mixed.takes(spec, target, shapes.T, shapes.S)
     return M, loads, division._replace(times=0), shapes.S, decoders
 
 
@@ -145,7 +151,7 @@ def loads_of(spec: Spec, shapes: Shapes) -> int:
 
 
 def decodes(spec: Spec, rows: int) -> bool:
-    """Whether invariant_decode_kernel serves sequences of at most so many rows, if it serves the batch."""
+    """Whether invariant_decode_kernel serves sequences of at most ``rows`` rows, if it serves the batch."""
     return is_fp8(spec) and rows <= MOST_FEW
 
 
@@ -158,12 +164,12 @@ def decode_launch(
     spec: Spec, read: Spec, plan: Plan, rows: int, loads: int, described: list[Described], programs: int,
     target: Target, counter: str,
 ) -> Launch:  # fmt: skip
-    """The launch of invariant_decode_kernel, with so many programs per multiprocessor."""
+    """The launch of invariant_decode_kernel, with ``programs`` programs per multiprocessor."""
     shaped = spec if loads == 2 else addressable(spec)
     shape, of_bytes = invariant_decode.shapes_of(shaped, max(rows, 8), programs, target.shared_memory)
     constants: dict[str, Any] = {"SPEC": read, "PAIRS": invariant_fp8.pairs_of(read), "PLAN": plan, "SHAPE": shape}
     constants |= {"BYTES": of_bytes, "LOADS": loads, "enable_fp_fusion": False, **target.overlap()}
-    # Of 8 warps, as warps of one role are counted by four; what they leave is the consumer's.
+    # For 8 warps, as the warps of a role are rounded up to four; the consumer gets the registers that the others leave.
     constants |= {"num_warps": 4, "maxnreg": min(256 // programs, 255)}
     launcher = launcher_of(invariant_decode.invariant_decode_kernel, constants, target.device, (counter,))
     takes = (*PARTS, "k_scale", "v_scale", "key_cache", "value_cache", counter)
@@ -195,8 +201,8 @@ def addressable(spec: Spec) -> Spec:
 
 
 def fold_of(units: int) -> Fold:
-    """Of the states of so many sequences and key/value heads. A fold takes as long as its loads, so few units are
-    divided among many programs."""
+    """How the states of ``units`` pairs of a sequence and a key/value head are folded. A fold takes as long as its
+    loads, so few units are divided among many programs."""
     return Fold(32, AT_ONCE_OF_FEW, UNTESTED) if units <= FEW_UNITS else Fold(128, AT_ONCE, UNTESTED)
 
 
@@ -229,16 +235,16 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     if keys_first:
         shape = few_rows.shape_of(spec, rows, target.shared_memory)
         division = division._replace(at_once=min(division.at_once, few_rows.SEQUENCES))
-    beside_rows = beside.ROWS if decoders else rows if few else 0
-    plan = Plan(division, cuts, LEAD, beside_rows, everyone)
+    decoder_rows = invariant_mixed.ROWS if decoders else rows if few else 0
+    plan = Plan(division, cuts, LEAD, decoder_rows, everyone)
     programs = PROGRAMS if many else 1
-    of_decodes = plan._replace(beside=0) if everyone else plan
+    of_decodes = plan._replace(decoder_rows=0) if everyone else plan
     kernel: Any = invariant_items_kernel
     more: dict[str, Any] = {"LOADS": loads}
     scales: tuple[str, ...] = ()
     if decoders:
-        kernel, shape = beside.invariant_beside_kernel, beside.shape_of(shape)
-        halves = beside.decode_shape(spec, shape, target.shared_memory)
+        kernel, shape = invariant_mixed.invariant_mixed_kernel, invariant_mixed.shape_of(shape)
+        halves = invariant_mixed.decode_shape(spec, shape, target.shared_memory)
         more = {"DECODES": halves}
         described = [*filter(None, described), *mixed.chunk_descriptors(spec, halves.page)]
     elif keys_first:
@@ -312,10 +318,7 @@ def invariant_items_kernel(
     batch = Batch(tensors, numbers, None)
     shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None, None)  # type: ignore[call-arg]
     ending = signal_of(SHAPE.slots)
-    fence_async_shared()
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    begin_kernel(PDL)
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     if SHAPE.M == WARPGROUP:
         gl.warp_specialize(
@@ -398,7 +401,7 @@ def invariant_states_kernel(
     _segment, units, _whole = segments_of(q_len, seq_len, G, TOKENS, DIVISION.rows, CUTS, TILE.N)
     store_padding(tensors, first_free + p, T, tl.num_programs(0), tl.arange(0, 1), tl.arange(0, Dv), SPEC.heads, Dv)
     # Decoders store the states of sequences with one segment, too.
-    folds = (units > 0) & ((units > 1) | (q_len * G <= PLAN.beside))
+    folds = (units > 0) & ((units > 1) | (q_len * G <= PLAN.decoder_rows))
     before = 0  # segments of the sequences before s
     total = 0
     if folds:
@@ -451,11 +454,9 @@ def invariant_states_kernel(
                             acc = tl.where(takes, tl.fma(acc, decay, part * weight), acc)
                             l = tl.where(takes, tl.fma(l, decay, l_part * weight), l)
                             m = m_new
-            seen = l != 0.0
-            share = tl.where(seen, 1.0 / tl.where(seen, l, 1.0), 0.0)
+            share, lse2 = normaliser(m, l)
             if tensors.v_scale is not None:
                 share *= of_values
-            lse2 = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
             head = (row_start + row // G).to(tl.int64) * SPEC.heads + kh * G + row % G
             tl.store(tensors.out + head * Dv + e % Dv, (acc * share).to(tensors.out.dtype.element_ty), mask=live)
             if tensors.lse is not None:

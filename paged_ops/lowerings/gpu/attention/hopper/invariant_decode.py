@@ -1,16 +1,16 @@
 """Batch-invariant decodes on Hopper over fp8 caches: the items and the loads of invariant_fp8.py, with a consumer for
 few query rows, which converts keys and values in registers and multiplies them by ``mma.sync``.
 
-The bits are those of 64 rows by ``wgmma``: on sm_90 a chain of matrix instructions gives the same float32s whatever the
-instruction and the side of an operand (measured, see benchmarks/notes/gpu-designs.md), as long as each step of 16
-numbers has the same numbers. So a tile has the same 128 keys here, columns of keys are in the same order (``apart`` of
-fp8.py), and the softmax takes the same instructions; weights are added by keys in one order.
+The bits equal those of 64 rows by ``wgmma``: on sm_90 a chain of matrix instructions gives the same float32s whatever
+the instruction and the side of an operand (measured, see benchmarks/notes/gpu-designs.md), as long as each step of 16
+numbers has the same numbers. So a tile has the same 128 keys here, columns of keys are in the same order
+(``reordered`` of fp8.py), and the softmax takes the same instructions; weights are added by keys in one order.
 
 Each of the consumer's warps has 32 keys of a tile for the scores, and a quarter of the columns for the values. They
 exchange maxima, then weights, so a tile has two barriers. A program needs few registers and little shared memory:
 several share a multiprocessor, and compute while others wait.
 
-Letters: as in dense.py; here the rows of products are keys, or columns of values, and the columns query rows.
+Letters: as in dense.py; here the rows of matmuls are keys, or columns of values, and the columns are query rows.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from paged_ops.lowerings.gpu.attention.hopper import fp8, ring, softmax
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
 from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, Shared
 from paged_ops.lowerings.gpu.attention.hopper.fp8 import LEAST, bytes_of
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import as_tiles, query_places, rows_at_once, tile_layout
-from paged_ops.lowerings.gpu.attention.hopper.invariant_items import Items, item_of, total_items
+from paged_ops.lowerings.gpu.attention.hopper.invariant_items import Items, count_items, counters_of, item_of
 from paged_ops.lowerings.gpu.attention.hopper.loader import loader
 from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, prefetch_ids, producer
-from paged_ops.lowerings.gpu.attention.hopper.segments import fold_weights, segment_tiles
+from paged_ops.lowerings.gpu.attention.hopper.segments import common_segment, fold_weights, segment_tiles
 from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, end_items, next_tiles, read_item, write_item
 from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, needs_mask
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
@@ -66,13 +65,13 @@ class Tiles(NamedTuple):
 
 @gluon.constexpr_function
 def sums_layout():
-    """Of scores ``[128, M]`` and of sums of values ``[columns, M]``."""
+    """The layout of scores ``[128, M]`` and of sums of values ``[columns, M]``."""
     return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
 
 
 @gluon.constexpr_function
 def all_peaks(M):
-    """Of the maxima ``[4, M]`` of the warps: each thread has those of the columns that it has of scores."""
+    """The layout of the warps' maxima ``[4, M]``: each thread has the maxima of its columns of scores."""
     columns = [[0, 8]] if M > 8 else []
     return gl.DistributedLinearLayout(
         [[0, 1], *columns, [1, 0], [2, 0]], [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [4, M]
@@ -131,7 +130,7 @@ def row_sums(l):
 
 
 class State(NamedTuple):
-    """The state of a segment, or of those that were folded."""
+    """The state of a segment, or of the segments that were folded."""
 
     even: Any  # sums of values, even columns
     odd: Any
@@ -229,10 +228,7 @@ def attend(
     token = item.first_token + r // G
     live = (r < TOKENS * G) & (token < item.q_len)
     i = item.seq_len - item.q_len + token
-    first_i = item.seq_len - item.q_len + item.first_token
-    last_i = first_i + gl.minimum(TOKENS, item.q_len - item.first_token) - 1
-    segment = segment_tiles(first_i, CUTS)
-    segment = gl.where(segment == segment_tiles(last_i, CUTS), segment, CUTS.tiles)
+    segment = common_segment(item, TOKENS, CUTS)
     first, last, row_factor = take_rows(n, tiles, shared.item_ring, SPEC, SHAPE)
     state = nothing(SPEC, SHAPE)
     total = State(state.even, state.odd, state.m, 0.0 * row_factor)
@@ -283,21 +279,11 @@ def decoder(tiles, batch, shared, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE:
 @gluon.jit
 def take_segments(batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
     """The scheduler's role, by the fourth counter: as ``take_in_time`` of invariant_items.py. Next to prompts these are
-    the segments of sequences of at most PLAN.beside rows, if the workspace holds all states; else all items."""
-    DECODES: gl.constexpr = PLAN.beside > 0
+    the segments of sequences of at most PLAN.decoder_rows rows, if the workspace holds all states; else all items."""
+    DECODES: gl.constexpr = PLAN.decoder_rows > 0
     programs = gl.num_programs(0)
-    full, last, tiles, states = total_items(programs > 0, batch, DECODES, SPEC, PLAN, SHAPE)
-    fits = states * SPEC.K <= PLAN.cuts.states
-    if DECODES:
-        tiles = 0 * tiles
-    if not fits:
-        full, last, tiles, states = total_items(fits, batch, DECODES, SPEC, PLAN, SHAPE)
-        if DECODES:
-            tiles = 0 * tiles
-    counters = batch.tensors.taken
-    if batch.tensors.arrived is not None:
-        counters = batch.tensors.arrived
-    work = Items(fits, full + last + tiles, full, last, 0 * programs, programs, counters)
+    fits, full, last, tiles = count_items(batch, DECODES, SPEC, PLAN, SHAPE)
+    work = Items(fits, full + last + tiles, full, last, 0 * programs, programs, counters_of(batch.tensors))
     at = gl.program_id(0)
     n = 0
     while at < work.tiles * SPEC.K:
@@ -309,7 +295,7 @@ def take_segments(batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr,
         await_rows()
         ring.fill(shared.item_ring, n)
         ring.wait_full(ending, n)
-        at = programs + gl.atomic_add(counters + 3, 1)
+        at = programs + gl.atomic_add(work.counters + 3, 1)
         n += 1
     end_items(shared, n, SHAPE.warps)
 
@@ -331,7 +317,7 @@ def invariant_decode_kernel(
     K_BYTES: gl.constexpr = BYTES.k.parts
     V_BYTES: gl.constexpr = BYTES.v.parts
     dtype: gl.constexpr = tensors.query.dtype.element_ty
-    ROWS: gl.constexpr = most(M, rows_at_once(D))  # that are loaded
+    ROWS: gl.constexpr = max(M, rows_at_once(D))  # that are loaded
     item_ring = ring.ring_of(SHAPE.slots, 1, 2)
     items = gl.allocate_shared_memory(gl.int32, [SHAPE.slots * FIELDS, 1], mbarrier.MBarrierLayout())
     groups = query_places(dtype, SHAPE.slots * ROWS, K_PARTS)
@@ -345,10 +331,7 @@ def invariant_decode_kernel(
         gl.allocate_shared_memory(gl.float16, [N, M], gl.SwizzledSharedLayout(8, 1, 1, [1, 0])),
     )
     ending = ring.signal_of(SHAPE.slots)
-    fence_async_shared()
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    ring.begin_kernel(PDL)
     if tensors.k_scale is not None:
         scale *= gl.load(tensors.k_scale)
     batch = Batch(tensors, Numbers(scale, soft_cap, window, chunk, table_stride, S, T), None)
@@ -362,11 +345,6 @@ def invariant_decode_kernel(
         [1, 1],
         SHAPE.registers,
     )
-
-
-@gluon.constexpr_function
-def most(a, b):
-    return max(a, b)
 
 
 @gluon.jit

@@ -1,19 +1,19 @@
 """Batch-invariant decodes on Hopper (sm_90) in Gluon: invariant.py's items of at most 16 query rows. Keys are the rows
 of the matmuls, and query rows their 8 or 16 columns.
 
-64 rows by ``wgmma`` take as long for one row as for 64: 0.6 µs more per tile of 128 keys than here. The bits are those
-of invariant_roles.py, as in invariant_beside.py: sums of products are made in the same order, and all else that rounds
-is the same arithmetic.
+A ``wgmma`` of 64 rows takes as long for one row as for 64: 0.6 µs more per tile of 128 keys than here. The bits equal
+those of invariant_roles.py, as in invariant_mixed.py: matmuls add in the same order, and everything else that rounds is
+the same arithmetic.
 
 One program per multiprocessor. A warp takes items and loads query rows, one loads tiles by TMA, and a warpgroup
 computes. All sums fit its registers, also those of the segments that were folded.
 
-Programs of ``invariant_states_kernel`` are launched when each program of this kernel runs, get place on the same
-multiprocessors, and wait there until this kernel has ended. It ends, as nothing here waits for them, nor for what they
-hold: a program has its warps, registers and shared memory from the start, and no warp asks for registers later
-(REGISTERS). Its roles wait for each other, at barriers in shared memory, and for memory. Items are taken by a counter,
-so that no program waits for another one. The next kernel is launched when all programs of the fold have come to their
-end, of which the first one has waited for this kernel.
+Programs of ``invariant_states_kernel`` are launched when each program of this kernel runs. They get a place on the same
+multiprocessors, and wait there until this kernel has ended. It does end, as it waits for nothing that they hold: a
+program has its warps, registers and shared memory from the start, and no warp asks for registers later (REGISTERS).
+Roles wait only for each other, at barriers in shared memory, and for memory. Items are taken by a counter, so that no
+program waits for another one. The next kernel is launched when all programs of the fold are at their end. The first of
+them has waited for this kernel.
 
 Letters: as in dense.py.
 """
@@ -30,16 +30,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention.hopper import dense
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E, zero_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, tiles_of
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import tile_layout
-from paged_ops.lowerings.gpu.attention.hopper.invariant_items import Items, item_of, total_items
+from paged_ops.lowerings.gpu.attention.hopper.invariant_items import Items, count_items, counters_of, item_of
 from paged_ops.lowerings.gpu.attention.hopper.invariant_sums import column_sums, tile_sums
-from paged_ops.lowerings.gpu.attention.hopper.producer import prefetch_ids, producer
+from paged_ops.lowerings.gpu.attention.hopper.producer import load_rows, prefetch_ids, producer
 from paged_ops.lowerings.gpu.attention.hopper.ring import (
+    begin_kernel,
     fill,
     release,
     release_each,
@@ -48,8 +48,8 @@ from paged_ops.lowerings.gpu.attention.hopper.ring import (
     stage_of,
     wait_full,
 )
-from paged_ops.lowerings.gpu.attention.hopper.segments import fold_weights, segment_tiles
-from paged_ops.lowerings.gpu.attention.hopper.softmax import LEAST, raised
+from paged_ops.lowerings.gpu.attention.hopper.segments import common_segment, fold_weights, segment_tiles
+from paged_ops.lowerings.gpu.attention.hopper.softmax import LEAST, normaliser, raised
 from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, end_items, next_tiles, read_item, write_item
 from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, keys_of_rows, needs_mask
 from paged_ops.lowerings.gpu.attention.shared.tile import LN2, Batch
@@ -108,15 +108,9 @@ def memory_of(dtype: gl.constexpr, SHAPE: gl.constexpr):
 @gluon.jit
 def take_rows(item, n, batch, memory, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Copy the n-th item's query rows to where matmuls read them."""
-    G: gl.constexpr = SPEC.G
     D: gl.constexpr = SPEC.k_side.size
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [1, 1], [1, 0])
-    r = gl.arange(0, SHAPE.M, gl.SliceLayout(1, layout))
-    row = (item.row_start + item.first_token + r // G).to(gl.int64) * SPEC.query[0]
-    row += (item.kh * G + r % G).to(gl.int64) * SPEC.query[1]
-    d = gl.arange(0, D, gl.SliceLayout(0, layout))
-    live = (r < SHAPE.M // G * G) & (r // G < item.q_len - item.first_token)
-    rows = gl.load(batch.tensors.query + row[:, None] + d[None, :], mask=live[:, None], other=0.0)
+    rows = load_rows(item, batch, layout, SPEC, SHAPE.M)
     memory.queries.index(stage_of(memory.item_ring, n)).store(rows)
     fence_async_shared()
 
@@ -125,14 +119,8 @@ def take_rows(item, n, batch, memory, SPEC: gl.constexpr, SHAPE: gl.constexpr):
 def scheduler(batch, memory, ending, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
     """Takes items, each when the producer fills ``ending``: it has PLAN.lead tiles of the one before still to load."""
     programs = gl.num_programs(0)
-    full, last, tiles, states = total_items(programs > 0, batch, False, SPEC, PLAN, SHAPE)
-    fits = states * SPEC.K <= PLAN.cuts.states
-    if not fits:
-        full, last, tiles, states = total_items(fits, batch, False, SPEC, PLAN, SHAPE)
-    counters = batch.tensors.taken
-    if batch.tensors.arrived is not None:
-        counters = batch.tensors.arrived
-    work = Items(fits, full + last + tiles, full, last, 0 * programs, programs, counters)
+    fits, full, last, tiles = count_items(batch, False, SPEC, PLAN, SHAPE)
+    work = Items(fits, full + last + tiles, full, last, 0 * programs, programs, counters_of(batch.tensors))
     count = work.tiles * SPEC.K
     at = gl.program_id(0)
     n = 0
@@ -144,7 +132,7 @@ def scheduler(batch, memory, ending, SPEC: gl.constexpr, PLAN: gl.constexpr, SHA
         fill(memory.rows_full, n)
         prefetch_ids(batch, item, item.end_tile - item.tiles, SPEC, SHAPE)
         wait_full(ending, n)
-        at = programs + gl.atomic_add(counters, 1)
+        at = programs + gl.atomic_add(work.counters, 1)
         n += 1
     end_items(memory, n, 1)
 
@@ -241,9 +229,7 @@ def store_rows(total, item, batch, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     G: gl.constexpr = SPEC.G
     Dv: gl.constexpr = SPEC.v_side.size
     layout: gl.constexpr = total.acc.type.layout
-    seen = total.l != 0.0
-    share = gl.where(seen, 1.0 / gl.where(seen, total.l, 1.0), 0.0)
-    lse2 = gl.where(seen, total.m + gl.log2(gl.where(seen, total.l, 1.0)), float("-inf"))
+    share, lse2 = normaliser(total.m, total.l)
     r = gl.arange(0, SHAPE.M, gl.SliceLayout(0, layout))
     d = gl.arange(0, Dv, gl.SliceLayout(1, layout))
     token = item.first_token + r // G
@@ -267,13 +253,10 @@ def attend(item, n, first, batch, memory, SPEC: gl.constexpr, PLAN: gl.constexpr
     of_rows: gl.constexpr = gl.SliceLayout(0, layout)
     factor = batch.numbers.scale * LOG2E
     r = gl.arange(0, M, of_rows)
-    first_i = item.seq_len - item.q_len + item.first_token
-    position = first_i + r // SPEC.G
+    position = item.seq_len - item.q_len + item.first_token + r // SPEC.G
     low, i = keys_of_rows(position, 0, None, batch.numbers, MASKS)
     live = (r < TOKENS * SPEC.G) & (r // SPEC.G < item.q_len - item.first_token)
-    last_i = first_i + gl.minimum(TOKENS, item.q_len - item.first_token) - 1
-    segment = segment_tiles(first_i, CUTS)
-    segment = gl.where(segment == segment_tiles(last_i, CUTS), segment, CUTS.tiles)
+    segment = common_segment(item, TOKENS, CUTS)
     zero = gl.full([N, M], 0.0, gl.float32, layout)
     no_values = gl.full([SPEC.v_side.size, M], 0.0, gl.float32, layout)
     no_weight = gl.full([M], 0.0, gl.float32, of_rows)
@@ -328,10 +311,7 @@ def invariant_few_kernel(
     batch = Batch(tensors, numbers, None)
     memory = memory_of(tensors.query.dtype.element_ty, SHAPE)
     ending = signal_of(SHAPE.slots)
-    fence_async_shared()
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    begin_kernel(PDL)
     LEAD: gl.constexpr = PLAN.lead
     GROUP: gl.constexpr = 32 // (SHAPE.N // SHAPE.page)
     gl.warp_specialize(

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention.hopper import fp8
 from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, Shared, shared_memory
@@ -19,7 +17,7 @@ from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, as_t
 from paged_ops.lowerings.gpu.attention.hopper.invariant_decode import load_bytes
 from paged_ops.lowerings.gpu.attention.hopper.invariant_items import scheduler
 from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import consumer
-from paged_ops.lowerings.gpu.attention.hopper.ring import signal_of
+from paged_ops.lowerings.gpu.attention.hopper.ring import begin_kernel, signal_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.spec import Numbers, Spec
 
@@ -70,12 +68,9 @@ def invariant_fp8_kernel(
     K_BYTES: gl.constexpr = BYTES.k.parts
     V_BYTES: gl.constexpr = BYTES.v.parts
     keys, values = bytes_of(K_BYTES, BYTES), bytes_of(V_BYTES, BYTES)
-    told = Shared(*of_all[:2], None, None, keys, values, None, None, None, None, None)  # type: ignore[call-arg]
+    of_bytes = Shared(*of_all[:2], None, None, keys, values, None, None, None, None, None)  # type: ignore[call-arg]
     ending = signal_of(SHAPE.slots)
-    fence_async_shared()
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    begin_kernel(PDL)
     if tensors.k_scale is not None:
         scale *= gl.load(tensors.k_scale)
     batch = Batch(tensors, Numbers(scale, soft_cap, window, chunk, table_stride, S, T), None)
@@ -86,7 +81,7 @@ def invariant_fp8_kernel(
                 (converter, (keys, values, shared, E4M3, SHAPE, True)),
                 (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
                 (scheduler, (batch, shared, ending, SPEC, PLAN, SHAPE)),
-                (load_bytes, (descs, batch, told, ending, SPEC, PAIRS, PLAN, BYTES, LOADS)),
+                (load_bytes, (descs, batch, of_bytes, ending, SPEC, PAIRS, PLAN, BYTES, LOADS)),
             ],
             [4, 1, 1],
             SHAPE.registers,
@@ -98,7 +93,7 @@ def invariant_fp8_kernel(
                 (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
                 (consumer, (1, batch, shared, SPEC, PLAN, SHAPE)),
                 (scheduler, (batch, shared, ending, SPEC, PLAN, SHAPE)),
-                (load_bytes, (descs, batch, told, ending, SPEC, PAIRS, PLAN, BYTES, LOADS)),
+                (load_bytes, (descs, batch, of_bytes, ending, SPEC, PAIRS, PLAN, BYTES, LOADS)),
             ],
             [4, 4, 1, 1],
             SHAPE.registers,

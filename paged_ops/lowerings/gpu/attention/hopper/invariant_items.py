@@ -67,7 +67,7 @@ def items_of(start, segmented, batch, DECODES: gl.constexpr, SPEC: gl.constexpr,
     tiles, segments, whole = segments_of(q_len, seq_len, SPEC.G, TOKENS, DIVISION.rows, CUTS, SHAPE.N)
     states = gl.where(segmented, segments, 0)
     whole = gl.where(states > 0, 0, whole)
-    of_decoder = q_len * SPEC.G <= PLAN.beside
+    of_decoder = q_len * SPEC.G <= PLAN.decoder_rows
     if DECODES:
         segments = gl.where(of_decoder, states, 0)
     else:
@@ -91,6 +91,31 @@ def total_items(segmented, batch, DECODES: gl.constexpr, SPEC: gl.constexpr, PLA
         tiles += gl.sum(tiles_, 0)
         states += gl.sum(states_, 0)
     return full, last, tiles, states
+
+
+@gluon.jit
+def counters_of(tensors):
+    """The counters of taken items, which are zero at the start."""
+    counters = tensors.taken
+    if tensors.arrived is not None:
+        counters = tensors.arrived
+    return counters
+
+
+@gluon.jit
+def count_items(batch, DECODES: gl.constexpr, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
+    """Whether the workspace holds the states of all segments, and the items of a key/value head, as in
+    :class:`Items`. The decoders' sequences have no tiles of rows."""
+    programs = gl.num_programs(0)
+    full, last, tiles, states = total_items(programs > 0, batch, DECODES, SPEC, PLAN, SHAPE)
+    fits = states * SPEC.K <= PLAN.cuts.states
+    if DECODES:
+        tiles = 0 * tiles
+    if not fits:
+        full, last, tiles, states = total_items(fits, batch, DECODES, SPEC, PLAN, SHAPE)
+        if DECODES:
+            tiles = 0 * tiles
+    return fits, full, last, tiles
 
 
 @gluon.jit
@@ -147,18 +172,12 @@ def item_of(at, work, batch, DECODES: gl.constexpr, SPEC: gl.constexpr, PLAN: gl
 def scheduler(batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr):
     """Takes items, and copies their query rows. ``ending``: see :func:`take_in_time`."""
     DIVISION: gl.constexpr = PLAN.division
+    LEAST: gl.constexpr = PLAN.decoder_rows // SPEC.G
     programs = gl.num_programs(0)
-    full, last, tiles, states = total_items(programs > 0, batch, False, SPEC, PLAN, SHAPE)
-    fits = states * SPEC.K <= PLAN.cuts.states
-    if not fits:
-        full, last, tiles, states = total_items(fits, batch, False, SPEC, PLAN, SHAPE)
-    LEAST: gl.constexpr = PLAN.beside // SPEC.G
+    fits, full, last, tiles = count_items(batch, False, SPEC, PLAN, SHAPE)
     few = light_programs(batch, ANY_LENGTH, programs, SPEC.G, DIVISION, DIVISION.rows, SHAPE.M, SHAPE.warps, LEAST)
     few = gl.where(full + last > 0, gl.maximum(few, -few), 0)  # short sequences are at the front of the items
-    counters = batch.tensors.taken
-    if batch.tensors.arrived is not None:
-        counters = batch.tensors.arrived
-    work = Items(fits, full + last + tiles, full, last, few, programs, counters)
+    work = Items(fits, full + last + tiles, full, last, few, programs, counters_of(batch.tensors))
     take_in_time(work, batch, shared, ending, SPEC, PLAN, SHAPE)
 
 

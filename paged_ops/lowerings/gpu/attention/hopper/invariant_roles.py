@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from paged_ops.lowerings.gpu.attention.hopper.consumer import (
     LOG2E,
@@ -20,17 +20,18 @@ from paged_ops.lowerings.gpu.attention.hopper.consumer import (
     store_item,
     sums_layout,
     wait_for,
+    zero_past,
     zero_sums,
-    zero_values,
 )
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, first_of, widths_of
 from paged_ops.lowerings.gpu.attention.hopper.invariant_sums import as_sums, row_sums, thread_sums
 from paged_ops.lowerings.gpu.attention.hopper.producer import not_kept
-from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, release_each, stage_of, wait_full
-from paged_ops.lowerings.gpu.attention.hopper.segments import fold_weights, segment_tiles
+from paged_ops.lowerings.gpu.attention.hopper.ring import release, release_each, stage_of, wait_full
+from paged_ops.lowerings.gpu.attention.hopper.segments import common_segment, fold_weights, segment_tiles
 from paged_ops.lowerings.gpu.attention.hopper.softmax import (
     LEAST,
     by_threads,
+    normaliser,
     rows_by_threads,
     rows_layout,
     scaled_if_raised,
@@ -68,14 +69,20 @@ class Total(NamedTuple):
 
 @gluon.jit
 def softmax_tile(
-    qk, m, rows, j, seq_len, MASKED: gl.constexpr, BY_ROWS: gl.constexpr, FEW: gl.constexpr, SPEC: gl.constexpr
+    s, m, tile, item, masked, rows, BY_ROWS: gl.constexpr, FEW: gl.constexpr, SPEC: gl.constexpr
 ):  # fmt: skip
-    """As ``softmax_tile`` of softmax.py, with the sums of invariant_sums.py."""
+    """As ``softmax_tile`` of softmax.py, with the sums of invariant_sums.py, for scores ``s`` of a tile of keys, which
+    rows may not see all of if ``masked``."""
     MASKS: gl.constexpr = SPEC.masks
-    if MASKED:
-        qk = hide(qk, rows.low, rows.i, j, seq_len, MASKS)
-    p, m, decay = weights_of(qk, m, rows.factor, BY_ROWS)
-    return p, m, thread_sums(p, FEW), decay
+    N: gl.constexpr = s.shape[1]
+    j = tile * N + gl.arange(0, N, gl.SliceLayout(0, s.type.layout))
+    if masked:  # a branch with all of the softmax, as in ``step`` of consumer.py
+        p, m, decay = weights_of(hide(s, rows.low, rows.i, j, item.seq_len, MASKS), m, rows.factor, BY_ROWS)
+        l = thread_sums(p, FEW)
+    else:
+        p, m, decay = weights_of(s, m, rows.factor, BY_ROWS)
+        l = thread_sums(p, FEW)
+    return p, m, l, decay
 
 
 @gluon.jit
@@ -157,12 +164,8 @@ def first_step(s, state, tile, item, rows, shared, FEW: gl.constexpr, SPEC: gl.c
     BY_ROWS: gl.constexpr = shared.row_factors is not None
     V_PARTS: gl.constexpr = SHAPE.v.parts
     WIDTHS: gl.constexpr = widths_of(V_PARTS)
-    j = tile * SHAPE.N + gl.arange(0, SHAPE.N, gl.SliceLayout(0, s.type.layout))
     masked = needs_mask(tile, item.full_start, item.full_end, MASKS) | (tile == item.end_tile - 1)
-    if masked:
-        p, m, l_tile, decay = softmax_tile(s, state.m, rows, j, item.seq_len, True, BY_ROWS, FEW, SPEC)
-    else:
-        p, m, l_tile, decay = softmax_tile(s, state.m, rows, j, item.seq_len, False, BY_ROWS, FEW, SPEC)
+    p, m, l_tile, decay = softmax_tile(s, state.m, tile, item, masked, rows, BY_ROWS, FEW, SPEC)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout(WIDTHS[0]), 2)
     p16 = gl.convert_layout(p.to(shared.q_tiles[0].dtype), p_layout)
     return end_step(state.acc, p16, m, state.l, l_tile, decay, V_PARTS)
@@ -182,11 +185,7 @@ def step(sums, at, tile, item, rows, shared, FEW: gl.constexpr, SPEC: gl.constex
     s = warpgroup_mma_wait(len(widths_of(V_PARTS)), deps=[s])
     release_each(shared.k.ring, at)
     masked = needs_mask(tile, item.full_start, item.full_end, MASKS)
-    j = tile * SHAPE.N + gl.arange(0, SHAPE.N, gl.SliceLayout(0, s.type.layout))
-    if masked:
-        p, m, l_tile, decay = softmax_tile(s, sums.m, rows, j, item.seq_len, True, BY_ROWS, FEW, SPEC)
-    else:
-        p, m, l_tile, decay = softmax_tile(s, sums.m, rows, j, item.seq_len, False, BY_ROWS, FEW, SPEC)
+    p, m, l_tile, decay = softmax_tile(s, sums.m, tile, item, masked, rows, BY_ROWS, FEW, SPEC)
     acc = wait_for(acc, V_PARTS)
     release_each(shared.v.ring, at - 1)
     p16 = gl.convert_layout(p.to(sums.p16.dtype), sums.p16.type.layout)
@@ -272,27 +271,14 @@ def attend(
     if BY_ROWS:
         row_factor = rows_by_threads(factor * factors_of_rows(shared, n, which, s_rows), of_threads)
     rows = Rows(n % ROW_SLOTS * (SHAPE.M // WARPGROUP) + which, i, low, position, live, row_factor)
-    first_i = item.seq_len - item.q_len + item.first_token
-    last_i = first_i + gl.minimum(TOKENS, item.q_len - item.first_token) - 1
-    segment = segment_tiles(first_i, CUTS)
-    segment = gl.where(segment == segment_tiles(last_i, CUTS), segment, CUTS.tiles)
+    segment = common_segment(item, TOKENS, CUTS)
     zero = gl.full([WARPGROUP], 0.0, gl.float32, s_rows)
     nothing = gl.full([WARPGROUP, 4], LEAST, gl.float32, of_threads)
     total = Total(zero + LEAST, zero)
     FEW: gl.constexpr = SPEC.storage.dtype != SPEC.dtype
     no_weights = thread_sums(no_scores, FEW)
     state = State(zero_sums(WIDTHS), nothing, no_weights)
-    # Values past the sequence may be NaN: the first warpgroup zeroes them once.
-    past = item.end_tile * N > item.seq_len
-    if past:
-        wait_full(shared.v.ring, total_tiles)
-        if which == 0:
-            zero_values(shared.v, total_tiles, 0, N, (item.end_tile - 1) * N, 0, item.seq_len, V_PARTS)
-            fence_async_shared()
-    if which == 0:
-        fill(shared.newest_clean, n)
-    if past:
-        wait_full(shared.newest_clean, n)
+    zero_past(which, n, total_tiles, item, shared, SHAPE)
     wait_full(shared.k.ring, total_tiles)
     s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, rows.tile, total_tiles, K_PARTS)])
     release_each(shared.k.ring, total_tiles)
@@ -331,11 +317,9 @@ def attend(
                     whole, of_all = fold(total, before, acc, sums.m, sums.l, live, WIDTHS)
                 else:
                     whole, of_all = fold_first(acc, sums.m, sums.l, live, WIDTHS)
-                seen = whole.l != 0.0
-                share = gl.where(seen, 1.0 / gl.where(seen, whole.l, 1.0), 0.0)
+                share, lse2 = normaliser(whole.m, whole.l)
                 if batch.tensors.v_scale is not None:
                     share *= gl.load(batch.tensors.v_scale)
-                lse2 = gl.where(seen, whole.m + gl.log2(gl.where(seen, whole.l, 1.0)), float("-inf"))
                 store_item(scaled(of_all, share, V_PARTS), lse2, item, 0, batch, which, False, SPEC, SHAPE)
             else:
                 m, l = of_rows(sums.m, sums.l, s_rows)
@@ -354,7 +338,7 @@ def consumer(which: gl.constexpr, batch, shared, SPEC: gl.constexpr, PLAN: gl.co
     while tiles > 0:
         item = read_item(shared, n, tiles, 4)
         if which * WARPGROUP >= gl.minimum(SHAPE.M // SPEC.G, item.q_len - item.first_token) * SPEC.G:
-            skip(item, total, shared, SHAPE)
+            skip(item, total, shared)
             release(shared.item_ring, n)
         else:
             attend(item, n, total, factor, which, batch, shared, SPEC, PLAN, SHAPE)

@@ -1,14 +1,15 @@
 """The order in which the batch-invariant Hopper kernels sum weights, for tiles of scores in both orientations.
 
-In a tile of 128 keys those 64 keys apart are added first, then those 8 apart, 1 apart, and 16 and 32 apart. One sum is
-left for each two of 8 keys. These four are kept over the tiles of a segment; at its end they become one.
+In a tile of 128 keys the weights of keys at a distance of 64 are added first, then of 8, of 1, and of 16 and 32. Four
+sums are left, one for each pair of neighbours among 8 keys. They are kept over the tiles of a segment, and added at its
+end.
 
 A consumer has query rows as rows, and each of a row's four threads has the 32 columns of one such sum. The decoder has
 keys as rows: of each 64 a warp has 16. All sums are over axes of two, so no compiler can add them in another order.
 
-Over fp8 caches (FEW) weights 8, 64 and 1 keys apart are added. 16 sums are left, to which those of other tiles are
-added, and at the end those 16, 32, 2 and 4 keys apart. A consumer's thread has four of them; in invariant_decode.py,
-where keys are rows, a thread has one, so that its warps need not exchange sums in every tile.
+Over fp8 caches (FEW) the distances in a tile are 8, 64 and 1. 16 sums are left, which are kept over the tiles of a
+segment. At its end the distances are 16, 32, 2 and 4. A consumer's thread has four of the 16 sums; in
+invariant_decode.py, where keys are rows, a thread has one, so that its warps need not exchange sums in every tile.
 """
 
 from __future__ import annotations

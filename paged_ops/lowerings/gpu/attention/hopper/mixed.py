@@ -31,7 +31,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense, ring
@@ -355,10 +354,7 @@ def mixed_kernel(
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     shared = Shared(*shared_memory(dtype, SPEC, SHAPE), None, ring.signal_of(1), None)  # type: ignore[call-arg]
     memory = decode_memory(dtype, DECODES)
-    fence_async_shared()
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    ring.begin_kernel(PDL)
     share = share_of(gl.program_id(0), PROGRAMS, batch, SPEC, DIVISION, DECODES)
     tiles = 0
     for n in gl.static_range(TIMES):

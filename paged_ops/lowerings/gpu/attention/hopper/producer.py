@@ -50,6 +50,18 @@ def fetch_rows(
 
 
 @gluon.jit
+def load_rows(item, batch, layout: gl.constexpr, SPEC: gl.constexpr, M: gl.constexpr):
+    """An item's query rows ``[M, D]`` in registers; 0 where there is none."""
+    G: gl.constexpr = SPEC.G
+    r = gl.arange(0, M, gl.SliceLayout(1, layout))
+    row = (item.row_start + item.first_token + r // G).to(gl.int64) * SPEC.query[0]
+    row += (item.kh * G + r % G).to(gl.int64) * SPEC.query[1]
+    d = gl.arange(0, SPEC.k_side.size, gl.SliceLayout(0, layout))
+    live = (r < M // G * G) & (r // G < item.q_len - item.first_token)
+    return gl.load(batch.tensors.query + row[:, None] + d[None, :], mask=live[:, None], other=0.0)
+
+
+@gluon.jit
 def begin_rows(query, item, groups, slot, SPEC: gl.constexpr, SHAPE: gl.constexpr, WARPS: gl.constexpr = 4):
     """Begin to copy an item's query rows to a slot."""
     for part in gl.static_range(len(pieces_of(SPEC.k_side.size))):

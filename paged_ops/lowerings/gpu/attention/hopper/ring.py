@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 class Ring(NamedTuple):
@@ -95,3 +96,13 @@ def release_each(ring, n):
     """The same by every thread, so that no warp waits for another. What a thread read must be in its registers, or the
     matmul that read it must have been waited for."""
     async_copy.mbarrier_arrive(ring.empty.index(n % ring.full.shape[0]), increment_count=False)
+
+
+@gluon.jit
+def begin_kernel(PDL: gl.constexpr):
+    """Make new barriers visible to all warps and to copies. PDL (programmatic dependent launch): this kernel was
+    launched before the previous one had ended, so wait for that, and let the next one be launched."""
+    fence_async_shared()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()

@@ -24,6 +24,15 @@ def segment_tiles(i, CUTS: tl.constexpr):
 
 
 @triton.jit
+def common_segment(item, TOKENS: tl.constexpr, CUTS: tl.constexpr):
+    """The tiles of a segment of all rows of an item; of the shortest segments if its rows have different ones."""
+    first_i = item.seq_len - item.q_len + item.first_token
+    last_i = first_i + tl.minimum(TOKENS, item.q_len - item.first_token) - 1
+    segment = segment_tiles(first_i, CUTS)
+    return tl.where(segment == segment_tiles(last_i, CUTS), segment, CUTS.tiles)
+
+
+@triton.jit
 def segments_of(
     q_len, seq_len, G: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CUTS: tl.constexpr, N: tl.constexpr
 ):

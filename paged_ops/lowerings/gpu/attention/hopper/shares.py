@@ -23,8 +23,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense
@@ -33,7 +32,7 @@ from paged_ops.lowerings.gpu.attention.hopper.dense import BLOCK_M, HopperShape,
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, prefetch_ids, producer
-from paged_ops.lowerings.gpu.attention.hopper.ring import fill, signal_of, stage_of
+from paged_ops.lowerings.gpu.attention.hopper.ring import begin_kernel, fill, signal_of, stage_of
 from paged_ops.lowerings.gpu.attention.hopper.work import Item, end_items, write_item
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.masks import full_tiles, oldest_key
@@ -177,10 +176,7 @@ def shares_kernel(
     shared = Shared(*of_all, places, rows_full, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     AHEAD: gl.constexpr = 32 // (SHAPE.N // SHAPE.page)  # tiles whose block ids a warp loads at once
-    fence_async_shared()
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    begin_kernel(PDL)
     share = share_of(share_index(SPEC, DIVISION), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
     if SHAPE.M == WARPGROUP:
         gl.warp_specialize(

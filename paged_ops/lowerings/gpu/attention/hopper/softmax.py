@@ -31,6 +31,15 @@ def raised(m, largest):
     return m_new, tl.exp2(m - m_new)
 
 
+@triton.jit
+def normaliser(m, l):
+    """The factors of the sums of rows with maxima ``m`` and sums of weights ``l``, and their lse to base 2; 0 and -inf
+    of rows that have seen no key."""
+    seen = l != 0.0
+    some = tl.where(seen, l, 1.0)
+    return tl.where(seen, 1.0 / some, 0.0), tl.where(seen, m + tl.log2(some), float("-inf"))
+
+
 @gluon.constexpr_function
 def raise_asm():
     """:func:`raised` of two rows: $0, $1 the maxima in use from now on, $2, $3 the factors of earlier sums; $4, $5 the

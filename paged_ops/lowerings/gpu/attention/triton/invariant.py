@@ -57,6 +57,7 @@ from paged_ops.lowerings.gpu.attention.triton.invariant_merge import (
     tiles_to_cut,
     too_long,
 )
+from paged_ops.lowerings.gpu.attention.triton.prefill import tile_of_rows
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, not_applied
 from paged_ops.lowerings.gpu.target import Target
@@ -228,16 +229,7 @@ def invariant_prefill_kernel(
             gdc_wait()
         return
     query_tile = tiles - 1 - place  # later tiles see more keys, so they start first
-    s = -1
-    TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
-    for n in tl.static_range(TIMES):
-        s_ = n * DIVISION.at_once + tl.arange(0, DIVISION.at_once)
-        tile_ = tl.load(tensors.query_start_loc + s_, mask=s_ < numbers.S, other=0) // TOKENS + s_
-        s += tl.sum(((tile_ <= query_tile) & (s_ < numbers.S)).to(tl.int32))
-    row_start = tl.load(tensors.query_start_loc + s)
-    q_len = tl.load(tensors.query_start_loc + s + 1) - row_start
-    seq_len = tl.load(tensors.seq_lens + s)
-    first_token = (query_tile - row_start // TOKENS - s) * TOKENS
+    s, row_start, q_len, seq_len, first_token = tile_of_rows(query_tile, tensors, numbers.S, DIVISION, TOKENS)
     if (first_token >= q_len) | (q_len * SPEC.G <= DIVISION.rows):
         return
     end_tile = tl.maximum(tl.cdiv(seq_len, TILE.N), 1)

@@ -49,6 +49,21 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     return decode.build_around((launch,), spec, target, tiles, division)
 
 
+@triton.jit
+def tile_of_rows(query_tile, tensors, S, DIVISION: tl.constexpr, TOKENS: tl.constexpr):
+    """The sequence of a tile of query rows, its first row and its lengths, and the first token of the tile. Sequence s
+    starts at tile ``query_start_loc[s] // TOKENS + s``, which leaves room for its last, partial tile."""
+    s = -1
+    TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
+    for n in tl.static_range(TIMES):
+        s_ = n * DIVISION.at_once + tl.arange(0, DIVISION.at_once)
+        tile_ = tl.load(tensors.query_start_loc + s_, mask=s_ < S, other=0) // TOKENS + s_
+        s += tl.sum(((tile_ <= query_tile) & (s_ < S)).to(tl.int32))
+    row_start = tl.load(tensors.query_start_loc + s)
+    q_len = tl.load(tensors.query_start_loc + s + 1) - row_start
+    return s, row_start, q_len, tl.load(tensors.seq_lens + s), (query_tile - row_start // TOKENS - s) * TOKENS
+
+
 @triton.jit(do_not_specialize=Numbers._fields)
 def prefill_kernel(
     tensors,  # Pointers
@@ -76,17 +91,7 @@ def prefill_kernel(
         return
     # Later tiles see more keys, so they start first.
     query_tile = tiles - 1 - place
-    # Sequence s starts at tile query_start_loc[s] // TOKENS + s, which leaves room for its last, partial tile.
-    s = -1
-    TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
-    for n in tl.static_range(TIMES):
-        s_ = n * DIVISION.at_once + tl.arange(0, DIVISION.at_once)
-        tile_ = tl.load(tensors.query_start_loc + s_, mask=s_ < numbers.S, other=0) // TOKENS + s_
-        s += tl.sum(((tile_ <= query_tile) & (s_ < numbers.S)).to(tl.int32))
-    row_start = tl.load(tensors.query_start_loc + s)
-    q_len = tl.load(tensors.query_start_loc + s + 1) - row_start
-    seq_len = tl.load(tensors.seq_lens + s)
-    first_token = (query_tile - row_start // TOKENS - s) * TOKENS
+    s, row_start, q_len, seq_len, first_token = tile_of_rows(query_tile, tensors, numbers.S, DIVISION, TOKENS)
     if (first_token >= q_len) | (q_len * G <= DIVISION.rows):
         return
 

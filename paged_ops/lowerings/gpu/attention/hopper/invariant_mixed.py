@@ -2,10 +2,10 @@
 next to them a decoder in each program, as in mixed.py.
 
 The decoder computes the segments of sequences with few rows. Keys are the rows of its matmuls and query rows the
-columns, which gives the bits that a consumer's matmuls give: each sum of products is made in the same order. All else
-that rounds is the same arithmetic: scores, weights and factors of a tile of 128 keys, and sums of weights in the order
-of invariant_sums.py. A tile is two halves, as chunks have 64 keys. It leaves the state of each segment, also if a
-sequence has one, and ``invariant_states_kernel`` folds them.
+columns. The bits equal those of a consumer: the tensor cores add in the same order, and everything else that rounds is
+the same arithmetic (scores, weights and factors of a tile of 128 keys, and sums of weights in the order of
+invariant_sums.py). Chunks have 64 keys, so a tile is two halves. The decoder leaves the state of each segment, also
+where a sequence has only one, and ``invariant_states_kernel`` folds them.
 
 Whether a batch has decoders changes no bit. Letters: as in dense.py.
 """
@@ -22,12 +22,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles, mixed, ring
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E, zero_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import BLOCK_M, HopperShape, Shared, shared_memory
-from paged_ops.lowerings.gpu.attention.hopper.invariant_items import Items, item_of, scheduler, total_items
+from paged_ops.lowerings.gpu.attention.hopper.invariant_items import (
+    Items,
+    counters_of,
+    item_of,
+    scheduler,
+    total_items,
+)
 from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import consumer
 from paged_ops.lowerings.gpu.attention.hopper.invariant_sums import column_sums, tile_sums
 from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing, producer, rows_of
@@ -117,9 +122,7 @@ def load_segments(
     K_SHAPE: gl.constexpr = DECODES.k
     V_SHAPE: gl.constexpr = DECODES.v
     programs = gl.num_programs(0)
-    counters = batch.tensors.taken
-    if batch.tensors.arrived is not None:
-        counters = batch.tensors.arrived
+    counters = counters_of(batch.tensors)
     full, last, _tiles, states = total_items(programs > 0, batch, True, SPEC, PLAN, SHAPE)
     fits = states * SPEC.K <= PLAN.cuts.states
     work = Items(fits, full + last, full, last, 0 * programs, programs, counters)
@@ -275,7 +278,7 @@ def decoder(batch, memory, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.con
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
-def invariant_beside_kernel(
+def invariant_mixed_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     k_desc, v_desc, k_chunk_desc, v_chunk_desc,
@@ -288,10 +291,7 @@ def invariant_beside_kernel(
     shared = Shared(*shared_memory(dtype, SPEC, SHAPE), None, signal_of(1), None)  # type: ignore[call-arg]
     memory = decode_memory(dtype, DECODES)
     ending = signal_of(SHAPE.slots)
-    fence_async_shared()
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    ring.begin_kernel(PDL)
     LEAD: gl.constexpr = PLAN.lead
     GROUP: gl.constexpr = 32 // (SHAPE.N // SHAPE.page)
     gl.warp_specialize(
