@@ -2,6 +2,7 @@
 commands run in tests/user."""
 
 import importlib
+import json
 import operator
 import re
 from pathlib import Path
@@ -81,6 +82,20 @@ def test_every_file_is_named(folder):
     by_program = r"(bench|targets)_\w+\.jsonl?"  # paged-ops bench reads these of each device
     unnamed = [name for name in files if name not in text and not re.fullmatch(by_program, name)]
     assert unnamed == []
+
+
+def test_records_are_json():
+    """Each line of a .jsonl record is an object: a merge leaves its markers in them unseen."""
+    wrong = []
+    for path in sorted((ROOT / "benchmarks/data").glob("*.json*")):
+        text = path.read_text()
+        for number, line in enumerate(text.splitlines() if path.suffix == ".jsonl" else [text], 1):
+            try:
+                if line.strip():
+                    json.loads(line)
+            except json.JSONDecodeError:
+                wrong.append(f"{path.name}:{number}: {line[:40]}")
+    assert wrong == []
 
 
 @pytest.mark.parametrize("document", ["docs/design.md", "CONTRIBUTING.md"])
