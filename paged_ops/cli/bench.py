@@ -49,7 +49,7 @@ def bench(
     """
     console = Console(stderr=json)
     modes = [mode for mode, asked in (("--report", write_report), ("--list", list_cases), ("--once", once)) if asked]
-    unused = {
+    unused: dict[str, dict[str, object]] = {
         "--report": {"--device": device, "--groups": groups, "--cases": match, "--providers": providers},
         "--list": {"--data": data},
         "--once": {"--data": data},
