@@ -75,7 +75,7 @@ def op(
                 _stay_in_place(default, schema)
 
         names = tuple(each.name for each in default._schema.arguments)
-        flags = tuple(each.name for each in default._schema.arguments if isinstance(each.type, torch.BoolType))
+        flags = tuple(each.name for each in default._schema.arguments if str(each.type) == "bool")
 
         @functools.wraps(signature)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
