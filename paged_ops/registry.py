@@ -74,12 +74,18 @@ def op(
             if schema.endswith("-> Tensor"):
                 _stay_in_place(default, schema)
 
+        names = tuple(each.name for each in default._schema.arguments)
+        flags = tuple(each.name for each in default._schema.arguments if str(each.type) == "bool")
+
         @functools.wraps(signature)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if torch.is_grad_enabled():
-                _refuse_grad(name, args)
+                _refuse_grad(name, zip(names, args, strict=False))
                 if kwargs:
-                    _refuse_grad(name, kwargs.values())
+                    _refuse_grad(name, kwargs.items())
+            for flag in flags:
+                if kwargs.get(flag, False) is None:  # the dispatcher would take it for False
+                    raise ValueError(f"{flag}: expected True or False, got None")
             if _transforming():
                 _refuse_transforms(name, mutates, args, kwargs)
             return default(*args, **kwargs)
@@ -311,16 +317,16 @@ def module_of(key: str) -> ModuleType | str:
         return str(error)
 
 
-def _refuse_grad(name: str, values: Iterable[Any]) -> None:
-    for value in values:
+def _refuse_grad(name: str, arguments: Iterable[tuple[str, Any]]) -> None:
+    for argument, value in arguments:
         if isinstance(value, Tensor):
             if value.requires_grad:
                 raise RuntimeError(
-                    f"paged_ops.{name} has no backward, but an argument of shape {list(value.shape)} requires grad: "
+                    f"paged_ops.{name} has no backward, but {argument} of shape {list(value.shape)} requires grad: "
                     "call it under torch.no_grad(), or detach the tensor"
                 )
         elif isinstance(value, (list, tuple)):
-            _refuse_grad(name, value)
+            _refuse_grad(name, [(argument, each) for each in value])
 
 
 def _transforming() -> bool:

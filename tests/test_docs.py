@@ -2,6 +2,7 @@
 commands run in tests/user."""
 
 import importlib
+import json
 import operator
 import re
 from pathlib import Path
@@ -81,6 +82,17 @@ def test_every_file_is_named(folder):
     by_program = r"(bench|targets)_\w+\.jsonl?"  # paged-ops bench reads these of each device
     unnamed = [name for name in files if name not in text and not re.fullmatch(by_program, name)]
     assert unnamed == []
+
+
+RECORDS = sorted(path.name for path in (ROOT / "benchmarks/data").glob("*.json*"))
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_records_are_json(record):
+    """Each line of a .jsonl file is one object: no marker of a merge conflict is left."""
+    text = (ROOT / "benchmarks/data" / record).read_text()
+    for line in text.splitlines() if record.endswith(".jsonl") else [text]:
+        assert not line.strip() or json.loads(line)
 
 
 @pytest.mark.parametrize("document", ["docs/design.md", "CONTRIBUTING.md"])

@@ -310,6 +310,18 @@ def test_static_error_is_the_same_in_eager_and_fake(where, argument, change, mes
         assert raises(op, fake, message) == eager
 
 
+FLAGS = [(ATTEND, "causal"), (LSE, "causal"), (ATTEND, "batch_invariant"), (INDEX, "relu"), (INDEX, "causal")]
+
+
+@pytest.mark.parametrize(("where", "flag"), FLAGS)
+def test_none_is_no_flag(where, flag):
+    """The dispatcher takes None for False: attention would see later tokens."""
+    op, case = where
+    inputs = testing.case_named(op, case).inputs()
+    with pytest.raises(ValueError, match=f"^{flag}: expected True or False, got None$"):
+        OPS[op](*inputs.args, **inputs.kwargs | {flag: None})
+
+
 def exclusive():
     """The arguments of a call with each pair that excludes each other, and the message."""
     arguments = {

@@ -41,7 +41,7 @@ def bench(
         bool,
         typer.Option("--report", help="Measure nothing: rewrite the tables and the plot in docs/ from the records."),
     ] = False,
-    docs: Annotated[Path, typer.Option(help="Where --report writes.")] = Path("docs"),
+    docs: Annotated[Path | None, typer.Option(help="Where --report writes; by default docs.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
 ) -> None:
     """Measure attention and cache operations against peers and the device's ceilings.
@@ -49,8 +49,19 @@ def bench(
     Results are verified before they are timed. Exit code 1 if a result was wrong.
     """
     console = Console(stderr=json)
+    modes = [mode for mode, asked in (("--report", write_report), ("--list", list_cases), ("--once", once)) if asked]
+    unused: dict[str, dict[str, object]] = {
+        "--report": {"--device": device, "--groups": groups, "--cases": match, "--providers": providers},
+        "--list": {"--data": data},
+        "--once": {"--data": data},
+    }
+    for mode in modes:
+        expect(mode == modes[-1], mode, f"it or {modes[-1]}", "both")
+        for option, given in (unused[mode] | {"--commit": commit, "--json": json}).items():
+            expect(not given, option, f"it without {mode}, which does not use it", str(given))
+    expect(docs is None or write_report, "--docs", "it with --report, which writes there", str(docs))
     if write_report:
-        _report(console, data or Path("benchmarks/data"), docs)
+        _report(console, data or Path("benchmarks/data"), docs or Path("docs"))
         return
     target = choose_device(device)
     known = cases.gpu_cases() if target.type == "cuda" else cases.cpu_cases()

@@ -32,8 +32,10 @@ def choose_device(name: str | None) -> torch.device:
         raise ValueError(f"--device: expected cpu, cuda or cuda:<index>, got {name!r}") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device: expected cpu or cuda, got {name!r}: generation runs on these")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device: expected one of the {torch.cuda.device_count()} CUDA devices here, got {name!r}")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        expected = f"one of the {count}" if count else "cpu, as PyTorch finds no"
+        raise ValueError(f"--device: expected {expected} CUDA devices here, got {name!r}")
     reasons = _reasons_against(device.type)
     if reasons:
         raise ValueError(f"--device: {name} cannot run the ops: {'; '.join(reasons)}")

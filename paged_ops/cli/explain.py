@@ -84,6 +84,8 @@ def _answer(device: str, op: str, arguments: tuple[Any, ...], features: dict[str
     from paged_ops.lowerings.gpu.target import Target, target_of
 
     if kind == "cuda":
+        named = f"the name of a GPU that need not be here ({', '.join(GPUS)}), as PyTorch finds none"
+        expect(torch.cuda.device_count() > 0, "--device", named, device)
         return gpu.explain(op, *arguments, target=target_of(choose_device(device)), **features)
     name = next((each for each in GPUS if device.lower() in (each.lower(), *re.split("[ -]", each.lower()))), None)
     expect(name is not None, "--device", f"cpu, xla, cuda, cuda:<index> or a name among {', '.join(GPUS)}", device)
@@ -106,6 +108,7 @@ def _call(
     expect(layout in list(layouts.Layout), "--layout", f"one of {', '.join(layouts.Layout)}", layout)
     columns = -(-seq_len // B)
     if layout == layouts.Layout.LATENT:
+        expect(K == 1, "--heads", "one key/value head in a LATENT cache, as in 128/1", f"{H}/{K}")
         form = dict(value_head_size=Dv, kv_cache_dtype=features.get("kv_cache_dtype", "auto"))
         kv_cache = _meta(*layouts.kv_cache_shape(layout, S * columns, B, K, D, **form), dtype=stored)
         features["value_head_size"] = Dv

@@ -177,13 +177,23 @@ def test_every_feature_of_the_page_is_one_that_supports_knows() -> None:
     assert all(answer["cpu"] == {"ok": True, "reasons": []} for answer in rows.values())
 
 
+def test_a_machine_without_gpus_says_what_can_be_asked_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    _, err = fail(monkeypatch, capsys, "explain", "--device", "cuda")
+    assert "--device: expected the name of a GPU that need not be here (NVIDIA A100" in err
+    _, err = fail(monkeypatch, capsys, "demo", "--device", "cuda")
+    assert "--device: expected cpu, as PyTorch finds no CUDA devices here, got 'cuda'" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["demo", "--device", "abacus"], 1, "--device: expected cpu, cuda or cuda:<index>, got 'abacus'"),
         (["demo", *DEMO, "--graphs"], 1, "mode: expected NONE, as cpu has no graphs, got FULL_DECODE_ONLY"),
         (["demo", "--device", "meta"], 1, "--device: expected cpu or cuda, got 'meta'"),
-        (["demo", "--device", "cuda:99"], 1, "CUDA devices here, got 'cuda:99'"),
+        (["demo", "--device", "cuda:99"], 1, " CUDA devices here, got 'cuda:99'"),
         (
             ["demo", "--device", "cpu", "--eager", "--max-new-tokens", "0"],
             1,
@@ -210,6 +220,12 @@ def test_every_feature_of_the_page_is_one_that_supports_knows() -> None:
         (["bench", "--device", "cpu", "--providers", "me"], 1, "--providers: expected some of paged_ops, "),
         (["bench", "--device", "cpu", "--repeats", "0"], 1, "--repeats: expected at least 1, got 0"),
         (["bench", "--report", "--data", "no/such"], 1, "--data: expected a folder with bench_*.jsonl"),
+        (["bench", "--report", "--list"], 1, "--report: expected it or --list, got both"),
+        (["bench", "--report", "--groups", "cpu"], 1, "--groups: expected it without --report, which does not use it"),
+        (["bench", "--list", "--json"], 1, "--json: expected it without --list, which does not use it, got True"),
+        (["bench", "--once", "--data", "x"], 1, "--data: expected it without --once, which does not use it, got x"),
+        (["bench", "--docs", "x"], 1, "--docs: expected it with --report, which writes there, got x"),
+        (["explain", "--layout", "LATENT"], 1, "--heads: expected one key/value head in a LATENT cache, as in 128/1"),
         (["tune", "--device", "cpu"], 1, "--device: expected a GPU"),
         (["explain", "--feature", "sinsk"], 1, "--feature: expected one of causal, sliding_window, "),
         (["support", "--json", "--markdown"], 1, "--json: expected it or --markdown, got both"),

@@ -113,3 +113,12 @@ def test_generate_writes_text_to_stdout_and_statistics_to_stderr(user):
 def test_version_and_support(user):
     assert re.fullmatch(r"paged-ops \S+, torch \S+\n", user.run("paged-ops", "--version").stdout)
     assert user.run("paged-ops", "support", "--markdown").stdout == (ROOT / "docs/support.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_command_of_two_processes_runs(user):
+    """As docs/parallel.md says, with the extras of README alone."""
+    (line,) = [each for page, each in commands() if page == "docs/parallel.md" and each.startswith("torchrun")]
+    words = shlex.split(line.replace("MODEL", "demo"))[1:]
+    done = user.run("python", "-m", "torch.distributed.run", *words, "--max-new-tokens", "4", "--eager")
+    assert done.stdout.startswith("Once upon a time")

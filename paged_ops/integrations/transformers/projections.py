@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paged_ops.checks import expect
 from paged_ops.parallel.tensor import gives_own_rows, is_sharded, like, local_of
 
 GROUPS = (
@@ -42,7 +43,7 @@ def fuse_projections(model: nn.Module) -> int:
         ValueError: the sharding cuts through heads.
     """
     saved = 0
-    for module in list(model.modules()):
+    for module in _modules(model):
         for names in GROUPS:
             parts = [getattr(module, name, None) for name in names]
             linears = [part for part in parts if type(part) is nn.Linear]
@@ -59,7 +60,7 @@ def split_projections(model: nn.Module) -> int:
     """Undo :func:`fuse_projections`, in place: ``nn.Linear`` as before, with the present weights; returns their
     number."""
     split = 0
-    for module in list(model.modules()):
+    for module in _modules(model):
         for name, part in list(module.named_children()):
             if isinstance(part, FusedPart):
                 setattr(module, name, part.linear())
@@ -73,11 +74,18 @@ def use_overlapping_products(model: nn.Module) -> int:
     These are layers without a bias, in bfloat16 or float16, also fused ones (:func:`fuse_projections`). The kernel
     takes calls of few rows (``lowerings/gpu/linear.py``) and ``torch.nn.functional.linear`` all others. Results differ
     only by rounding. Call it before compiling.
+
+    Raises:
+        ImportError: Triton is not installed.
     """
-    from paged_ops.lowerings.gpu.linear import serves_weight
+    try:
+        from paged_ops.lowerings.gpu.linear import serves_weight
+    except ModuleNotFoundError as error:
+        expected = "use_overlapping_products: expected Triton, in which its kernel is written (the extra gpu)"
+        raise ImportError(f"{expected}, got none: {error}") from None
 
     found = 0
-    for module in model.modules():
+    for module in _modules(model):
         part: Any = getattr(module, "paged_part", None)  # of a row-parallel layer
         if hasattr(part, "matmul") and (part.bias is None or part.reducer is not None) and serves_weight(part.weight):
             part.matmul = _overlapping_linear
@@ -236,6 +244,12 @@ class FusedPart(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fused.rows(x, self.start, self.stop)
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    own = "a model of transformers or another nn.Module; of a PagedCausalLM its .model"
+    expect(isinstance(model, nn.Module), "model", own, type(model).__name__)
+    return list(model.modules())
 
 
 def _refuse_cut_heads(module: Any, linears: list[nn.Linear]) -> None:

@@ -53,7 +53,7 @@ def test_tiny_models_have_every_kind_of_layer_of_the_released_ones():
     assert all(missing[f] for f in LEFT_OUT), "no longer left out"
 
 
-@pytest.mark.parametrize("family", ["gemma4_text", "mimo_v2_flash", "deepseek_v3", "llama", "mamba"])
+@pytest.mark.parametrize("family", ["gemma4_text", "mimo_v2_flash", "deepseek_v3", "llama", "mamba", "zamba"])
 def test_released_head_sizes_and_who_serves_them(family):
     assert model_table.released(family) == DATA["families"][family]["released"]
 

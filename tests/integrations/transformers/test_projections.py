@@ -235,3 +235,20 @@ else:
     raise AssertionError
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("change", [fuse_projections, split_projections, use_overlapping_products])
+def test_a_wrapped_model_is_no_module(change):
+    class PagedCausalLM:
+        """As the one that wraps a model: it has no modules."""
+
+    with pytest.raises(ValueError, match=r"^model: expected a model of .*; of a PagedCausalLM its \.model, got Paged"):
+        change(PagedCausalLM())
+
+
+def test_the_overlapping_kernel_says_that_it_needs_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "paged_ops.lowerings.gpu.linear", None)
+    with pytest.raises(
+        ImportError, match=r"^use_overlapping_products: expected Triton, .* \(the extra gpu\), got none"
+    ):
+        use_overlapping_products(nn.Linear(4, 4))
