@@ -110,7 +110,7 @@ INDEXED = {
 }
 
 
-@pytest.mark.parametrize(("name", "programs"), [*((name, 1) for name in INDEXED), ("dsa", 4), ("e4m3", 2)])
+@pytest.mark.parametrize(("name", "programs"), [*((name, 1) for name in INDEXED), ("dsa", 4), ("msa", 2), ("mean", 8)])
 def test_index_tiles(name, programs, monkeypatch):
     """Several groups of rows, programs per sequence, and tiles of maxima and of listed entries; many equal scores.
     With several programs per list also their shares of it."""

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.selection import ALWAYS, NEVER, NUMBERS, running_sums, sees, sequence_of
 from paged_ops.lowerings.gpu.target import Target
 
-MOST_PROGRAMS, INTERPRETER_PROGRAMS = 8, 1  # of a list; as clusters of all GPUs with clusters
+MOST_PROGRAMS, INTERPRETER_PROGRAMS = 8, 1  # of a list; 8 is the most that every GPU with clusters allows
 REGISTERS = 128  # per thread
 RUN = tl.constexpr(4)  # entries of a thread that are adjacent
 GUESSES = tl.constexpr(9)  # steps of a search of which two of three guess; all others halve
