@@ -199,14 +199,14 @@ VARIANTS = [
         "hopper-index-bf16-e4m3-e5m2-and-selected-h16-h128-h64",
         both(
             indexing(64, B=64),
-            indexing(64, B=64, token_scales=True),
+            indexing(64, B=64, token_scales=True, columns=1024),
             indexing(16, B=128, causal=False),
             indexing(128, B=64, dtype=torch.float16, stored=torch.float8_e5m2, scale=-1.0),
             latent(16, B=64, T=64, selected=2048),
             latent(128, T=64, selected=2048),
             latent(64, T=300, selected=2048),
         ),
-        {"cuda:90": (*INDEX["cuda:90"], *SELECTED["cuda:90"])},
+        {"cuda:90": (*INDEX["cuda:90"], *SELECTED["cuda:90"], r"barrier\.cluster\.arrive\.aligned")},
         spills=SELECTED_SPILLS,
     ),
     Variant(

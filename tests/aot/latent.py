@@ -56,13 +56,14 @@ def selecting(H: int, **options: Any) -> Any:
 
 def indexing(
     heads: int, T: int = 4, token_scales: bool = False, B: int = 16, dtype: torch.dtype = BF16,
-    stored: torch.dtype | None = None, **options: Any,
+    stored: torch.dtype | None = None, columns: int = 64, **options: Any,
 ) -> Any:  # fmt: skip
-    """The indexer with heads of 128: of 2048 keys, or of 16 blocks. ``token_scales``: also the write to its cache."""
+    """The indexer with heads of 128: of 2048 keys, or of 16 blocks. ``token_scales``: also the write to its cache.
+    ``columns``: of the block table."""
 
     def run() -> None:
         k, S = 16 if options.get("per_head") else 2048, 4
-        batch = tuple(gpu(*shape, dtype=torch.int32) for shape in ((S, 64), (S,), (S + 1,)))
+        batch = tuple(gpu(*shape, dtype=torch.int32) for shape in ((S, columns), (S,), (S + 1,)))
         named = {} if options.get("per_head") else {"weights": gpu(T, heads, dtype=FP32), "relu": True}
         cache = gpu(8, B, 128, dtype=stored or dtype)
         if token_scales:

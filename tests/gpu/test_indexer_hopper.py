@@ -12,7 +12,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from paged_ops import testing
 from paged_ops.features import IndexOptions
-from paged_ops.lowerings.gpu import indexer, indexer_hopper
+from paged_ops.lowerings.gpu import indexer, indexer_hopper, selection_cluster
 
 BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 TARGET = SimpleNamespace(has_hopper_gluon=True, has_fp8_cvt=True, fp8_is_fnuz=False)
@@ -104,9 +104,9 @@ def launched(monkeypatch):
     """The names of the kernels that were asked for."""
     names, launcher_of = [], indexer.launcher_of
 
-    def noting(kernel, *others):
+    def noting(kernel, *others, **options):
         names.append(kernel.__name__)
-        return launcher_of(kernel, *others)
+        return launcher_of(kernel, *others, **options)
 
     monkeypatch.setattr(indexer, "launcher_of", noting)
     return names
@@ -131,3 +131,46 @@ def test_several_groups_of_rows(name, launched, monkeypatch):
     monkeypatch.setattr(indexer, "WORKSPACE", 1 << 16)
     testing.check("select_keys", case_of(name, SEQS["decode"], True, **SERVED[name]), GPU)
     assert "scores_hopper_kernel" in launched
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("programs", [1, 3, 100])
+@pytest.mark.parametrize("seqs", SEQS)
+@pytest.mark.parametrize("name", ["64 heads", "fp8_ds_index"])
+def test_shares(name, seqs, programs, monkeypatch):
+    """Programs that score the tiles of several tokens, or only a part of one."""
+    monkeypatch.setattr(indexer_hopper, "programs", lambda heads, tiles, processors: programs)
+    testing.check("select_keys", case_of(name, SEQS[seqs], True, **SERVED[name]), GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_shares_of_many_sequences():
+    """More sequences than a program looks at together."""
+    seqs = tuple((int(n % 3 != 1), 1 + n * 37 % 300) for n in range(300))
+    testing.check("select_keys", case_of("", seqs, True, **SERVED["fp8_ds_index"]), GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("programs", [2, 4, 8])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("seqs", ["decode", "one"])
+def test_selection_by_a_cluster(seqs, exact, programs, launched, monkeypatch):
+    monkeypatch.setattr(selection_cluster, "MOST_PROGRAMS", programs)
+    testing.check("select_keys", case_of("", SEQS[seqs], exact, **SERVED["fp8_ds_index"]), GPU)
+    assert "select_in_cluster_kernel" in launched
+
+
+def test_programs_of_a_list():
+    """As many as have a multiprocessor each; one, where select_kernel serves."""
+    target = SimpleNamespace(backend="cuda", processors=132, has_hopper_gluon=True)
+    other = SimpleNamespace(backend="cuda", processors=132, has_hopper_gluon=False)
+    numbers = {
+        lists: selection_cluster.programs(lists, 16, True, target) for lists in (1, 16, 17, 33, 34, 66, 67, 1000)
+    }
+    assert numbers == {1: 8, 16: 8, 17: 4, 33: 4, 34: 2, 66: 2, 67: 1, 1000: 1}
+    assert selection_cluster.programs(1, 2, True, target) == 1, "chunks of two entries"
+    assert selection_cluster.programs(1, 16, False, target) == 1, "no list has more than k chunks"
+    assert selection_cluster.programs(1, 16, True, other) == 1

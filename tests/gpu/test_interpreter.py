@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from paged_ops import layouts, registry, testing
 from paged_ops.features import Features, kept_keys
 from paged_ops.lowerings import cpu, gpu
-from paged_ops.lowerings.gpu import indexer
+from paged_ops.lowerings.gpu import indexer, selection_cluster
 from paged_ops.lowerings.gpu.attention import call as attention
 from paged_ops.lowerings.gpu.attention import tuning
 
@@ -110,9 +110,11 @@ INDEXED = {
 }
 
 
-@pytest.mark.parametrize("name", INDEXED)
-def test_index_tiles(name, monkeypatch):
-    """Several groups of rows, programs per sequence, and tiles of maxima and of listed entries; many equal scores."""
+@pytest.mark.parametrize(("name", "programs"), [*((name, 1) for name in INDEXED), ("dsa", 4), ("msa", 2), ("mean", 8)])
+def test_index_tiles(name, programs, monkeypatch):
+    """Several groups of rows, programs per sequence, and tiles of maxima and of listed entries; many equal scores.
+    With several programs per list also their shares of it."""
+    monkeypatch.setattr(selection_cluster, "INTERPRETER_PROGRAMS", programs)
     monkeypatch.setattr(indexer, "WORKSPACE", 1 << 14)
     monkeypatch.setattr(indexer, "INTERPRETER_AT_ONCE", 64)
     cache, k, exact, options = INDEXED[name]

@@ -12,7 +12,7 @@ grid divides the tiles of a sequence. The result is stored as int32 in the order
 CHUNK entries. Decode of 64 sequences of 131072 tokens with 64 heads of 128 in bfloat16 reads 2.1 GB of keys, does 137
 GFLOP, and writes 36 MB.
 
-**Workspace.** 8 bytes per entry and 4 per chunk for each list. Rows are processed in groups that need at most WORKSPACE
+**Workspace.** 8 bytes per entry and 8 per chunk for each list. Rows are processed in groups that need at most WORKSPACE
 bytes: the number of launches depends on T, G and the columns of the block table, not on values.
 
 On Hopper a kernel in Gluon scores decode: indexer_hopper.py.
@@ -34,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops import checks, fake
 from paged_ops.features import POOLS, IndexOptions, dtype_name, refuse_others
 from paged_ops.layouts import element_dtype, has_index_scales, index_parts
-from paged_ops.lowerings.gpu import precompile
+from paged_ops.lowerings.gpu import precompile, selection_cluster
 from paged_ops.lowerings.gpu.attention.shared import tile as tiling
 from paged_ops.lowerings.gpu.cache import INDEX_FORMATS, is_head_major, together
 from paged_ops.lowerings.gpu.fp8 import E4M3FN, stored_format
@@ -65,6 +65,8 @@ class Pointers(NamedTuple):
     scores: Any  # [rows * G, width] int32
     listed: Any  # [rows * G, width] int32
     maxima: Any  # [rows * G, width / CHUNK] int32
+    chosen: Any  # [rows * G, width / CHUNK] int32; this and the next are for select_in_cluster_kernel
+    counts: Any  # [rows * G, programs of a list] int32
     query: Any  # [T, Hi, Di]
     cache: Any  # [N, B, Di]
     block_tables: Any  # [S, M]
@@ -112,54 +114,67 @@ def select_keys(
         checks.batch(*batch, T, N, B)
     target = target_of(index_query.device)
     spec = spec_of(index_query, index_cache, block_tables, o, target)
-    tile, score, select = launchers_of(spec, T, S, target)
+    tile = tile_of(spec, T, S, target)[0]
     width = -(-(M * B) // (o.block_size * tile.E)) * tile.E  # entries of a list in whole tiles
-    per_row = G * width * (2 + 1 / tile.CHUNK)  # elements of the workspace
-    most = int(WORKSPACE / 4 / G / (2 + 1 / tile.CHUNK)) // tile.E * tile.E * o.block_size
+    per_row = G * width * (2 + 2 / tile.CHUNK)  # elements of the workspace
+    most = int(WORKSPACE / 4 / G / (2 + 2 / tile.CHUNK)) // tile.E * tile.E * o.block_size
     fits = f"at most {most} tokens per sequence for G = {G} on a GPU"
     checks.expect(4 * per_row <= WORKSPACE, "block_tables", fits, f"{M} blocks of {B} tokens")
     rows = int(WORKSPACE / 4 / per_row)
     rows = min(T, rows // tile.TOK * tile.TOK or rows)
-    entries = -(-rows * G * width // 4) * 4  # whole 16 bytes, as kernels are compiled for the alignment of each tensor
-    work = index_query.new_empty(2 * entries + rows * G * width // tile.CHUNK, dtype=torch.int32)
-    scores, listed, maxima = work[:entries], work[entries : 2 * entries], work[2 * entries :]
+    bounded = width // tile.CHUNK > k
+    _, score, select, programs = launchers_of(spec, T, S, bounded, target)
+    # Whole 16 bytes, as kernels are compiled for the alignment of each tensor.
+    entries, chunks = (-(-rows * G * width // per // 4) * 4 for per in (1, tile.CHUNK))
+    elements = entries, entries, chunks, chunks, rows * G * programs
+    scores, listed, maxima, chosen, counts = index_query.new_empty(sum(elements), dtype=torch.int32).split(elements)
     cache, lens, starts = _readable(index_cache, o, target), together(seq_lens), together(query_start_loc)
     tensors = Pointers(
-        selected, scores, listed, maxima, index_query, cache, block_tables, lens, starts, o.weights, o.k_scale
-    )
+        selected, scores, listed, maxima, chosen, counts, index_query, cache, block_tables, lens, starts, o.weights,
+        o.k_scale,
+    )  # fmt: skip
     hopper = hopper_of(spec, tile)
     described = hopper.describe(spec, cache) if hopper else ()
     tiles = width // tile.E
-    most, fewest = (each * target.processors for each in (hopper.programs(tile.HP) if hopper else PROGRAMS, FEWEST))
-    if target.backend == "interpreter":
+    most, fewest = (each * target.processors for each in (PROGRAMS, FEWEST))
+    lone = target.backend == "interpreter"  # it has no clusters: their programs run one after the other
+    if lone:
         most = fewest = INTERPRETER_PROGRAMS
     for first in range(0, T, rows):
         stop = min(first + rows, T)
         numbers = (float(o.scale), S, block_tables.stride(0), first, stop, width, k)
         groups = -(-(stop - first) // tile.TOK)
         parts = max(-(-fewest // groups), min(most // groups, tiles // TILES))
-        score((groups, min(parts, tiles, 65535), 1), tensors, numbers, *described)
-        select(((stop - first) * G, 1, 1), tensors, numbers)
+        grid = groups, min(parts, tiles, 65535), 1
+        if hopper:
+            grid = hopper.programs(tile.HP, groups * tiles, target.processors), 1, 1
+        score(grid, tensors, numbers, *described)
+        select(((stop - first) * G * (programs if lone else 1), 1, 1), tensors, numbers)
     for sizes in precompile.sizes_for(score):
-        tile, score, select = launchers_of(spec, *sizes, target)
+        tile, score, select, _ = launchers_of(spec, *sizes, bounded, target)
         hopper = hopper_of(spec, tile)
         score(NO_PROGRAMS, tensors, numbers, *(hopper.describe(spec, cache) if hopper else ()))
         select(NO_PROGRAMS, tensors, numbers)
     return selected
 
 
-def launchers_of(spec: Spec, T: int, S: int, target: Target) -> tuple[Tile, Launcher, Launcher]:
-    """The tile of a batch, and both kernels for it."""
+def launchers_of(spec: Spec, T: int, S: int, bounded: bool, target: Target) -> tuple[Tile, Launcher, Launcher, int]:
+    """The tile of a batch, both kernels for it, and the number of programs that select from a list. ``bounded``:
+    whether a list may have more than k chunks."""
     tile, launch = tile_of(spec, T, S, target)
-    at_once = INTERPRETER_AT_ONCE if target.backend == "interpreter" else AT_ONCE
+    interpreter = target.backend == "interpreter"
+    at_once = INTERPRETER_AT_ONCE if interpreter else AT_ONCE
     shared = {"SPEC": spec, "TILE": tile, **target.overlap()}
     hopper = hopper_of(spec, tile)
     kernel = hopper.scores_hopper_kernel if hopper else scores_kernel
     score = launcher_of(kernel, {**shared, **(hopper.constants(spec, tile.HP) if hopper else launch)}, target.device)
-    select = launcher_of(
-        select_kernel, {**shared, "AT_ONCE": at_once, "SCAN": at_once // SCANS, "num_warps": WARPS}, target.device
-    )
-    return tile, score, select
+    constants = {**shared, "AT_ONCE": at_once, "SCAN": at_once // SCANS, "num_warps": WARPS}
+    programs = selection_cluster.programs(T * (spec.heads if spec.per_head else 1), tile.CHUNK, bounded, target)
+    if programs == 1:
+        return tile, score, launcher_of(select_kernel, constants, target.device), 1
+    constants |= selection_cluster.constants(programs, at_once, interpreter)
+    kernel, cluster = selection_cluster.select_in_cluster_kernel, 1 if interpreter else programs
+    return tile, score, launcher_of(kernel, constants, target.device, cluster=cluster), programs
 
 
 def hopper_of(spec: Spec, tile: Tile) -> ModuleType | None:

@@ -1,9 +1,12 @@
 """Scores of the indexer on Hopper (sm_90) in Gluon, for tokens that share no keys.
 
 As scores_kernel of indexer.py, whose results and letters it has. One warp loads tiles of 64 keys, and their scales, by
-TMA several tiles ahead. Four others multiply a tile by the queries while they sum the scores of the tile before. fp8
-keys widen to float16 in registers, from where the matmul takes them: of every four columns the first two, and the other
-two, are multiplied apart, so the columns of the queries are in that order.
+TMA several tiles ahead. Four others multiply a tile by the queries while they sum the scores of the tile before over
+its heads; a sixth stores the sums. fp8 keys widen to float16 in registers, from where the matmul takes them: of every
+four columns the first two, and the other two, are multiplied apart, so the columns of the queries are in that order.
+
+The tiles of all tokens, one token after the other, are divided among the programs in equal shares. A share may begin in
+one token and end in a later one; the loads of the next token begin while the last tiles of this one are multiplied.
 """
 
 from __future__ import annotations
@@ -29,8 +32,10 @@ N = 64  # keys of a tile
 # By heads: the programs that a multiprocessor has room for, and registers per thread. The loading warp, and three that
 # are idle beside it, leave most of theirs to those that multiply.
 ROOM, REGISTERS = {16: 3, 32: 3, 64: 3, 128: 2}, {16: 80, 32: 80, 64: 80, 128: 128}
-ROUNDS = 5  # programs per room, at most: several, for uneven sequences
+FEWER, LEAST = 2, 32  # programs per multiprocessor if with all of them each had at most LEAST tiles
+LANES = gl.constexpr(128)  # sequences that a program looks at together, to find its share
 STAGES, STAGES_OF_FP8 = 3, 6  # tiles in shared memory
+SUMS = gl.constexpr(4)  # tiles whose scores are on their way to the warp that stores them
 # The options that the kernel applies; with others scores_kernel serves. The layout of keys says what their format is.
 APPLIES = frozenset({"weights", "scale", "relu", "causal", "k_scale", "kv_cache_dtype"})
 HEADS = 16, 32, 64, 128
@@ -60,9 +65,10 @@ def constants(spec: Spec, heads: int) -> dict[str, Any]:
     return {"STAGES": STAGES_OF_FP8 if spec.eight_bits else STAGES, "num_warps": 4, "maxnreg": REGISTERS[heads]}
 
 
-def programs(heads: int) -> int:
-    """Programs per multiprocessor, at most."""
-    return ROOM[heads] * ROUNDS
+def programs(heads: int, tiles: int, processors: int) -> int:
+    """The number of programs for so many tiles, at most."""
+    most = ROOM[heads] * processors
+    return most if tiles > LEAST * most else min(FEWER * processors, tiles)
 
 
 def describe(spec: Spec, cache: Tensor) -> tuple[TensorDescriptor, TensorDescriptor | None]:
@@ -84,14 +90,23 @@ def describe(spec: Spec, cache: Tensor) -> tuple[TensorDescriptor, TensorDescrip
     return keys, scales
 
 
+class Share(NamedTuple):
+    """The tiles of a program: from tile ``part`` of token t, of sequence s, on."""
+
+    t: Any
+    s: Any
+    part: Any
+    left: Any  # the number of tiles, of this token and the next ones
+
+
 class Tiles(NamedTuple):
-    """The tiles of a program."""
+    """The tiles of a program of one token: ``many`` from tile ``part`` on."""
 
     table: Any  # block ids of the sequence
-    last: Any  # the number of tiles of the sequence
-    part: Any  # the first
-    parts: Any  # from each to the next
+    last: Any  # the number of tiles of the token
+    part: Any
     many: Any
+    before: Any  # tiles of the program's tokens before
 
 
 class Memory(NamedTuple):
@@ -103,12 +118,14 @@ class Memory(NamedTuple):
     scale_pages: Any  # and as TMA writes them
     powers: Any  # that queries are divided by
     ring: Any
+    sums: Any  # the scores of tiles, on their way to the warp that stores them
+    sums_ring: Any
 
 
 @gluon.jit
 def block_at(of, n, SPEC: gl.constexpr):
     """The block of the n-th tile; 0 past the last."""
-    tile = of.part + n * of.parts
+    tile = of.part + n
     return gl.load(of.table + (tile * 64 // SPEC.B) * SPEC.table, mask=tile < of.last, other=0)
 
 
@@ -120,11 +137,11 @@ def load_tiles(desc, scale_desc, of, shared, SPEC: gl.constexpr):
     BYTES: gl.constexpr = 64 * 128 * CHUNKS + (256 if SPEC.token_scales else 0)
     b0, b1, b2, b3 = block_at(of, 0, SPEC), block_at(of, 1, SPEC), block_at(of, 2, SPEC), block_at(of, 3, SPEC)
     for n in range(of.many):
-        tile = of.part + n * of.parts
+        tile, filling = of.part + n, of.before + n
         row = b0 * (KEY.n // KEY.b) + tile * 64 % SPEC.B
-        ring.wait_empty(shared.ring, n)
-        place, full = ring.stage_of(shared.ring, n), ring.full_of(shared.ring, n)
-        ring.expect(shared.ring, n, BYTES)
+        ring.wait_empty(shared.ring, filling)
+        place, full = ring.stage_of(shared.ring, filling), ring.full_of(shared.ring, filling)
+        ring.expect(shared.ring, filling, BYTES)
         for chunk in gl.static_range(CHUNKS):
             load_box(desc, [row, chunk * 64], full, shared.pages.index(place * CHUNKS + chunk))
         if SPEC.token_scales:
@@ -133,25 +150,40 @@ def load_tiles(desc, scale_desc, of, shared, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def store_scores(score, scales, tile, out, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """The scores of a tile from those of its heads ``[64, M]``."""
-    weight, factor, keys, scores, maxima = out
-    CHUNK: gl.constexpr = TILE.CHUNK
+def sum_heads(n, score, weight, scales, shared, SPEC: gl.constexpr):
+    """Sum ``score [64, M]``, of the program's n-th tile, over the heads, for the warp that stores."""
     if SPEC.relu:
         score = gl.maximum(score, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if SPEC.weighted:
         score = score * weight[None, :]
-    total = gl.sum(score, 1) * factor
+    total = gl.sum(score, 1)
     if SPEC.token_scales:
         total = total * scales
-    total = gl.where(total == total, total, float("-inf")) + 0.0  # -0 becomes 0
-    j = tile * 64 + gl.arange(0, 64, total.type.layout)
-    order = total.to(gl.int32, bitcast=True)
-    order = order ^ ((order >> 31) & 0x7FFFFFFF)
-    order = gl.where(j < keys, order, NEVER)
-    gl.store(scores + j, order)
-    largest = gl.max(order.reshape([64 // CHUNK, CHUNK]), 1)
-    gl.store(maxima + tile * (64 // CHUNK) + gl.arange(0, 64 // CHUNK, largest.type.layout), largest)
+    ring.wait_empty(shared.sums_ring, n)
+    shared.sums.index(ring.stage_of(shared.sums_ring, n)).store(total)
+    ring.fill(shared.sums_ring, n)
+
+
+@gluon.jit
+def store_tiles(out, of, factor, shared, TILE: gl.constexpr):
+    """Store the scores of the tiles of a token, and the maxima of their chunks."""
+    CHUNK: gl.constexpr = TILE.CHUNK
+    keys, scores, maxima = out
+    pairs: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    for n in range(of.many):
+        tile = of.part + n
+        filling = of.before + n
+        ring.wait_full(shared.sums_ring, filling)
+        total = shared.sums.index(ring.stage_of(shared.sums_ring, filling)).load(pairs) * factor
+        ring.release(shared.sums_ring, filling)
+        total = gl.where(total == total, total, float("-inf")) + 0.0  # -0 becomes 0
+        j = tile * 64 + gl.arange(0, 64, pairs)
+        order = total.to(gl.int32, bitcast=True)
+        order = order ^ ((order >> 31) & 0x7FFFFFFF)
+        order = gl.where(j < keys, order, NEVER)
+        gl.store(scores + j, order)
+        largest = gl.max(order.reshape([64 // CHUNK, CHUNK]), 1)
+        gl.store(maxima + tile * (64 // CHUNK) + gl.arange(0, 64 // CHUNK, largest.type.layout), largest)
 
 
 @gluon.jit
@@ -171,8 +203,8 @@ def multiply(n, shared, zero, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def next_tile(acc, scales, n, of, out, zero, shared, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """Multiply the n-th tile of a program, and store the scores ``acc`` of the tile before."""
+def next_tile(acc, scales, n, weight, zero, shared, SPEC: gl.constexpr):
+    """Multiply the n-th tile of a program, and sum the scores ``acc`` of the tile before over its heads."""
     ring.wait_full(shared.ring, n)
     new_scales = scales
     if SPEC.token_scales:
@@ -180,7 +212,7 @@ def next_tile(acc, scales, n, of, out, zero, shared, SPEC: gl.constexpr, TILE: g
     new = multiply(n, shared, zero, SPEC)
     if SPEC.eight_bits:  # its keys are in registers
         ring.release(shared.ring, n)
-    store_scores(acc, scales, of.part + (n - 1) * of.parts, out, SPEC, TILE)
+    sum_heads(n - 1, acc, weight, scales, shared, SPEC)
     new = warpgroup_mma_wait(0, deps=[new])
     if not SPEC.eight_bits:
         ring.release(shared.ring, n)
@@ -215,16 +247,11 @@ def load_queries(t, negative, tensors, shared, SPEC: gl.constexpr, TILE: gl.cons
 
 
 @gluon.jit
-def score_tiles(out, of, tensors, t, scale, shared, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """The scores of the tiles of a program."""
+def score_tiles(of, tensors, t, factor, shared, SPEC: gl.constexpr, TILE: gl.constexpr):
+    """The scores of the tiles of a token."""
     M: gl.constexpr = TILE.HP
-    keys, scores, maxima = out
-    factor = scale
-    if SPEC.has_scale:
-        factor = scale * gl.load(tensors.k_scale)
     # As in indexer.py: the factor's sign is in the queries.
     load_queries(t, factor < 0.0, tensors, shared, SPEC, TILE)
-    factor = gl.abs(factor)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     head = gl.arange(0, M, columns)
@@ -234,22 +261,144 @@ def score_tiles(out, of, tensors, t, scale, shared, SPEC: gl.constexpr, TILE: gl
         weight = gl.load(of_token + head * SPEC.weights[1]).to(gl.float32)
     if shared.powers is not None:
         weight = weight * shared.powers.load(columns)
-    out = (weight, factor, keys, scores, maxima)
     zero = gl.full([64, M], 0.0, gl.float32, layout)
     scales = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, layout))
-    ring.wait_full(shared.ring, 0)
+    before = of.before
+    ring.wait_full(shared.ring, before)
     if SPEC.token_scales:
-        scales = shared.scales.index(0).load(scales.type.layout)
-    acc = multiply(0, shared, zero, SPEC)
+        scales = shared.scales.index(ring.stage_of(shared.ring, before)).load(scales.type.layout)
+    acc = multiply(before, shared, zero, SPEC)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    ring.release(shared.ring, 0)
+    ring.release(shared.ring, before)
     # Two tiles per step: then no scores move from register to register.
     for n in range(1, of.many - 1, 2):
-        new, new_scales = next_tile(acc, scales, n, of, out, zero, shared, SPEC, TILE)
-        acc, scales = next_tile(new, new_scales, n + 1, of, out, zero, shared, SPEC, TILE)
+        new, new_scales = next_tile(acc, scales, before + n, weight, zero, shared, SPEC)
+        acc, scales = next_tile(new, new_scales, before + n + 1, weight, zero, shared, SPEC)
     if of.many % 2 == 0:
-        acc, scales = next_tile(acc, scales, of.many - 1, of, out, zero, shared, SPEC, TILE)
-    store_scores(acc, scales, of.part + (of.many - 1) * of.parts, out, SPEC, TILE)
+        acc, scales = next_tile(acc, scales, before + of.many - 1, weight, zero, shared, SPEC)
+    sum_heads(before + of.many - 1, acc, weight, scales, shared, SPEC)
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def tiles_of(s_, tensors, S, first, stop):
+    """The tiles of all tokens of sequences, of those from ``first`` to before ``stop``."""
+    exists = s_ < S
+    start = gl.load(tensors.query_start_loc + s_, mask=exists, other=0)
+    end = gl.load(tensors.query_start_loc + 1 + s_, mask=exists, other=0)
+    seq_len = gl.load(tensors.seq_lens + s_, mask=exists, other=0)
+    tokens = gl.maximum(gl.minimum(end, stop) - gl.maximum(start, first), 0)
+    return (seq_len + 63) // 64 * tokens
+
+
+@gluon.jit
+def share_of(tensors, S, first, stop):
+    """The share of this program."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    s_ = gl.arange(0, LANES, lanes)
+    tiles = tiles_of(s_, tensors, S, first, stop)  # of the first sequences
+    ends = gl.associative_scan(tiles, 0, add)
+    total = gl.sum(tiles, 0)
+    for x in range(LANES, S, LANES):
+        total += gl.sum(tiles_of(x + s_, tensors, S, first, stop), 0)
+    p, P = gl.program_id(0), gl.num_programs(0)
+    size = (total + P - 1) // P
+    begin = gl.minimum(p * size, total)
+    left = gl.minimum(size, total - begin)
+    # The sequence of the first tile, and the tiles of those before.
+    passed = (ends <= begin) & (s_ < S)
+    s = gl.sum(passed.to(gl.int32), 0)
+    before = gl.max(gl.where(passed, ends, 0), 0)
+    if s == LANES:
+        until = before
+        for x in range(LANES, S, LANES):
+            tiles = tiles_of(x + s_, tensors, S, first, stop)
+            ends = until + gl.associative_scan(tiles, 0, add)
+            passed = (ends <= begin) & (x + s_ < S)
+            s += gl.sum(passed.to(gl.int32), 0)
+            before = gl.maximum(before, gl.max(gl.where(passed, ends, 0), 0))
+            until += gl.sum(tiles, 0)
+    t, part = first, begin - before
+    if left > 0:
+        of_token = (gl.load(tensors.seq_lens + s) + 63) // 64
+        t = gl.maximum(gl.load(tensors.query_start_loc + s), first) + part // of_token
+        part = part % of_token
+    return Share(t, s, part, left)
+
+
+@gluon.jit
+def tiles_of_token(t, s, part, left, before, tensors, table_stride, SPEC: gl.constexpr):
+    """The program's tiles of a token; its part of the share, which may have a tile that the token does not see; the
+    number of keys of the token, and the end of its sequence."""
+    seq_len, end = gl.load(tensors.seq_lens + s), gl.load(tensors.query_start_loc + s + 1)
+    keys = seq_len
+    if SPEC.causal:
+        keys = gl.minimum(gl.maximum(seq_len - end + t + 1, 0), seq_len)
+    last = (keys + 63) // 64
+    taken = gl.minimum((seq_len + 63) // 64 - part, left)
+    many = gl.maximum(gl.minimum(part + taken, last) - part, 0)
+    table = tensors.block_tables + s.to(gl.int64) * table_stride
+    return Tiles(table, last, part, many, before), taken, keys, end
+
+
+@gluon.jit
+def next_token(t, s, end, left, tensors):
+    """The next token, if any of the share is left, and its sequence."""
+    t += 1
+    while (t >= end) & (left > 0):
+        s += 1
+        end = gl.load(tensors.query_start_loc + s + 1)
+    return t, s
+
+
+@gluon.jit
+def score_tokens(share, tensors, table_stride, factor, shared, SPEC: gl.constexpr, TILE: gl.constexpr):
+    """The scores of the tiles of a program."""
+    t, s, part, left = share
+    before = 0
+    while left > 0:
+        of, taken, _, end = tiles_of_token(t, s, part, left, before, tensors, table_stride, SPEC)
+        if of.many > 0:
+            score_tiles(of, tensors, t, factor, shared, SPEC, TILE)
+        before += of.many
+        left -= taken
+        part = 0
+        t, s = next_token(t, s, end, left, tensors)
+
+
+@gluon.jit
+def load_tokens(share, tensors, table_stride, descs, shared, SPEC: gl.constexpr):
+    """Load the tiles of a program."""
+    t, s, part, left = share
+    before = 0
+    while left > 0:
+        of, taken, _, end = tiles_of_token(t, s, part, left, before, tensors, table_stride, SPEC)
+        load_tiles(descs[0], descs[1], of, shared, SPEC)
+        before += of.many
+        left -= taken
+        part = 0
+        t, s = next_token(t, s, end, left, tensors)
+
+
+@gluon.jit
+def store_tokens(share, tensors, numbers, factor, shared, SPEC: gl.constexpr, TILE: gl.constexpr):
+    """Store the scores of the tiles of a program."""
+    t, s, part, left = share
+    first, table_stride, width = numbers
+    before = 0
+    while left > 0:
+        of, taken, keys, end = tiles_of_token(t, s, part, left, before, tensors, table_stride, SPEC)
+        scores = tensors.scores + (t - first).to(gl.int64) * width
+        maxima = tensors.maxima + (t - first).to(gl.int64) * (width // TILE.CHUNK)
+        store_tiles((keys, scores, maxima), of, factor, shared, TILE)
+        before += of.many
+        left -= taken
+        part = 0
+        t, s = next_token(t, s, end, left, tensors)
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -273,39 +422,25 @@ def scores_hopper_kernel(
         scales = reinterpret(scale_pages, gl.float32, [STAGES, 64], vector)
     if SPEC.eight_bits and tensors.query.dtype.element_ty == gl.bfloat16:
         powers = gl.allocate_shared_memory(gl.float32, [M], vector)
-    shared = Memory(queries, pages, scales, scale_pages, powers, ring.ring_of(STAGES, 1, 1))
+    sums = gl.allocate_shared_memory(gl.float32, [SUMS, 64], vector)
+    tiles, sums_ring = ring.ring_of(STAGES, 1, 1), ring.ring_of(SUMS, 1, 1)
+    shared = Memory(queries, pages, scales, scale_pages, powers, tiles, sums, sums_ring)
     fence_async_shared()
 
-    t = first + gl.program_id(0)
-    part, parts = gl.program_id(1), gl.num_programs(1)
-    # The sequence of the token.
-    at_once: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ends = gl.zeros([128], gl.int32, at_once)
-    for x in range(0, S, 128):
-        s_ = x + gl.arange(0, 128, at_once)
-        end_ = gl.load(tensors.query_start_loc + 1 + s_, mask=s_ < S, other=2**31 - 1)
-        ends += (end_ <= t).to(gl.int32)
-    s = gl.sum(ends, 0)
-    keys = s * 0
-    if s < S:
-        seq_len = gl.load(tensors.seq_lens + s)
-        keys = seq_len
-        if SPEC.causal:
-            keys = gl.minimum(gl.maximum(seq_len - gl.load(tensors.query_start_loc + s + 1) + t + 1, 0), seq_len)
-    last = (keys + 63) // 64
-    many = gl.maximum(last - part + parts - 1, 0) // parts
-    if many > 0:
-        of = Tiles(tensors.block_tables + s.to(gl.int64) * table_stride, last, part, parts, many)
-        scores = tensors.scores + (t - first).to(gl.int64) * width
-        maxima = tensors.maxima + (t - first).to(gl.int64) * (width // TILE.CHUNK)
-        out = (keys, scores, maxima)
+    factor = scale
+    if SPEC.has_scale:
+        factor = scale * gl.load(tensors.k_scale)
+    share = share_of(tensors, S, first, stop)
+    if share.left > 0:
+        numbers = (first, table_stride, width)
         gl.warp_specialize(
             [
-                (score_tiles, (out, of, tensors, t, scale, shared, SPEC, TILE)),
-                (load_tiles, (desc, scale_desc, of, shared, SPEC)),
+                (score_tokens, (share, tensors, table_stride, factor, shared, SPEC, TILE)),
+                (load_tokens, (share, tensors, table_stride, (desc, scale_desc), shared, SPEC)),
+                (store_tokens, (share, tensors, numbers, gl.abs(factor), shared, SPEC, TILE)),
             ],
-            [1],
-            [24],
+            [1, 1],
+            [24, 24],
         )
     if PDL:
         gdc_launch_dependents()  # last: the next kernel reads what was written here
