@@ -142,6 +142,23 @@ def test_block_sparse(D, heads, slide, kind):
     compare(seqs, heads, D, dtype=torch.bfloat16, features=(("block_sparse", list(sparse)),))
 
 
+SPARSE = BlockSparse(64, 16, 8)
+
+
+@pytest.mark.parametrize("D", [96, 128, 200, 256, 512])
+@pytest.mark.parametrize(
+    "features",
+    [
+        (),
+        (("sliding_window", 100), ("soft_cap", 50.0), ("alibi_slopes", torch.randn)),
+        (("block_sparse", list(SPARSE)),),
+    ],
+    ids=["plain", "window-cap-alibi", "block_sparse"],
+)
+def test_prompts_in_float32(D, features):
+    compare(((300, 300), (129, 463), (1, 1328)), (8, 2), D, dtype=torch.float32, features=features)
+
+
 @pytest.mark.parametrize("D", [64, 80, 256])
 @pytest.mark.parametrize("B", [8, 16, 32])
 @pytest.mark.parametrize(("stored", "scales"), [(None, None), (E4M3, "tensor"), (E4M3, "head")])
