@@ -41,6 +41,15 @@ BATCHES = {
     "128 heads, sinks, cap": {"H": 128, "B": 64, "tokens": [3] * 4, "lens": LENS[4:8], "sinks": True, "soft_cap": 9.0},
     "64 heads, growing": {"H": 64, "B": 64, "tokens": [1] * 4, "lens": [3000, 64, 700, 2000], "slope": 0.06},
     "128 heads, growing": {"H": 128, "B": 16, "tokens": [4, 1], "lens": [3000, 900], "slope": 0.2},
+    # Units with fewer than 64 rows: heads that are no multiple of 64, and last tokens.
+    "20 heads, seven tokens": {"H": 20, "B": 16, "tokens": [7, 3, 1, 4], "lens": [2000, 300, 64, 900]},
+    "32 heads, three tokens": {"H": 32, "B": 64, "tokens": [3] * 8, "lens": LENS[4:] + LENS[4:6], "padding": 2},
+    "32 heads, equal": {"H": 32, "B": 64, "tokens": [1] * 8, "lens": [8192] * 8},
+    "40 heads, float16": {"H": 40, "B": 24, "tokens": [3, 1, 2], "lens": [5000, 77, 640], "dtype": torch.float16},
+    "64 heads, two tokens": {"H": 64, "B": 64, "tokens": [2] * 5, "lens": [2, 64, 65, 5000, 640]},
+    "80 heads, 66 sequences": {"H": 80, "B": 64, "tokens": [1] * 66, "lens": [53 * k % 1300 for k in range(66)]},
+    "80 heads, 66 equal": {"H": 80, "B": 64, "tokens": [1] * 66, "lens": [512] * 66},
+    "80 heads, sinks": {"H": 80, "B": 16, "tokens": [2] * 3, "lens": [9000, 70, 2], "sinks": True, "padding": 1},
 }
 OF_FP8 = {
     "16 heads": {"H": 16, "B": 64, "tokens": [1] * 10, "lens": LENS},
@@ -180,7 +189,7 @@ def test_more_than_64_heads_over_fp8_have_a_kernel_of_their_own(H, stored, kerne
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches_against_float64(name):
-    """Everything that must not be read is NaN; two calls give the same bits."""
+    """Everything that must not be read is NaN; calls give the same bits, and only the rows of their results change."""
     check(**BATCHES[name])
 
 
@@ -194,17 +203,29 @@ def test_fp8_against_float64(name, stored):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_a_captured_call_of_128_heads_over_fp8_serves_every_batch(stored):
+@pytest.mark.parametrize(
+    ("H", "tokens", "stored"),
+    [
+        (128, 1, torch.float8_e4m3fn),
+        (128, 1, torch.float8_e5m2),
+        (32, 1, torch.bfloat16),
+        (32, 3, torch.bfloat16),
+        (64, 1, torch.bfloat16),
+        (80, 1, torch.bfloat16),
+        (128, 1, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_a_captured_call_serves_every_batch(H, tokens, stored):
     """Idle programs, empty sequences, and units that are divided or not; each batch 50 times, with equal bits."""
-    S, M, H = 40, 40, 128
+    S, M = 66, 40
     generator = torch.Generator(device=GPU).manual_seed(0)
     cache = torch.randn(S * M, 64, D, device=GPU, generator=generator).to(stored)
-    query = torch.randn(S, H, D, device=GPU, generator=generator).bfloat16()
+    query = torch.randn(S * tokens, H, D, device=GPU, generator=generator).bfloat16()
     tables = torch.randperm(S * M, device=GPU, generator=generator).int().view(S, M)
     lens = torch.full((S,), 500, dtype=torch.int32, device=GPU)
-    starts = torch.arange(S + 1, dtype=torch.int32, device=GPU)
-    k_scale = torch.tensor([0.6], device=GPU)
+    starts = torch.arange(S + 1, dtype=torch.int32, device=GPU) * tokens
+    k_scale = None if stored == torch.bfloat16 else torch.tensor([0.6], device=GPU)
 
     def call():
         return paged_ops.paged_attention_with_lse(
@@ -218,7 +239,7 @@ def test_a_captured_call_of_128_heads_over_fp8_serves_every_batch(stored):
         results = call()
     one, long = [40] + [0] * (S - 1), [64 * M] + [1] * (S - 1)
     for batch in ([64 * M] * S, one, [0] * S, long, [61 * n % 2500 for n in range(S)]):
-        lens.copy_(torch.tensor(batch, dtype=torch.int32))
+        lens.copy_(torch.tensor(batch, dtype=torch.int32).clamp(min=tokens if tokens > 1 else 0))
         wanted = call()
         for _ in range(50):
             for result in results:
@@ -277,6 +298,11 @@ def check(H, B, tokens, lens, dtype=torch.bfloat16, padding=0, sinks=False, stor
     out, lse = paged_ops.paged_attention_with_lse(*arguments, value_head_size=R, **features)
     again = paged_ops.paged_attention_with_lse(*arguments, value_head_size=R, **features)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    around = torch.full((T + 128, H, R), torch.nan, dtype=dtype, device=GPU)
+    into = around[64:-64]
+    torch.ops.paged_ops.paged_attention_with_lse.out(*arguments, value_head_size=R, **features, out=into, lse=again[1])
+    assert torch.equal(out, into) and torch.equal(lse, again[1])
+    assert around[:64].isnan().all() and around[-64:].isnan().all()
     assert not out[starts[-1] :].any()
     for s, n in enumerate(lens):
         rows = slice(int(starts[s]), int(starts[s + 1]))
