@@ -237,9 +237,9 @@ def conflicts(features: Mapping[str, Any]) -> list[str]:
 
 def _on(features: Mapping[str, Any], feature: str) -> bool:
     if feature == "causal=False":
-        return features.get("causal", True) is False
+        return not features.get("causal", True)
     value = features.get(feature)
-    return value is not None and (isinstance(value, (Tensor, Sequence)) or value != 0)
+    return value is not None and (hasattr(value, "__len__") or value != 0)
 
 
 def kept_keys(

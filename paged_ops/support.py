@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from paged_ops import masks
-from paged_ops.checks import at_least, expect, flag
+from paged_ops.checks import at_least, describe_setting, expect
 from paged_ops.features import POOLS, check_soft_cap, conflicts
 from paged_ops.layouts import FP8_DS_INDEX, Layout, dtype_of_elements, has_index_scales, has_row_scales
 from paged_ops.registry import DISPATCH_KEYS, OPS, lowering, module_of
@@ -151,14 +152,17 @@ def _refusals(op: str, features: Mapping[str, Any]) -> list[str]:
 
     for name, argument in inspect.signature(OPS[op]).parameters.items():
         if name in features and argument.annotation is bool:
-            check(flag, name, features[name])
+            check(expect, features[name] in (True, False), name, "True or False", describe_setting(features[name]))
     named, stored = features.get("kv_cache_dtype", "auto"), features.get("cache_dtype")
     if not has_row_scales(named) and (stored is not None or named != "auto"):  # of rows with scales conflicts() says it
         check(dtype_of_elements, stored or torch.uint8, named, "cache_dtype", stored)
-    if "soft_cap" in features:
-        check(check_soft_cap, features["soft_cap"])
-    if isinstance(features.get("block_sparse"), Sequence):
-        check(masks.check_block_sparse, features["block_sparse"], features.get("block_size", 1))
+    soft_cap = features.get("soft_cap", 0.0)
+    if isinstance(soft_cap, Real):
+        check(check_soft_cap, float(soft_cap))
+    else:
+        check(expect, False, "soft_cap", "a number", repr(soft_cap))
+    if hasattr(pattern := features.get("block_sparse"), "__len__"):
+        check(masks.check_block_sparse, pattern, features.get("block_size", 1))
     pool = features.get("pool", "none")
     check(expect, pool in POOLS, "pool", f"one of {POOLS}", repr(pool))
     return reasons

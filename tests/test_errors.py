@@ -493,6 +493,7 @@ REFUSED_VALUES = [
     ("select_keys", {"relu": "no"}, "relu: expected True or False, got 'no'"),
     ("select_keys", {"pool": "median"}, "pool: expected one of"),
     ("cascade_attention", {"soft_cap": float("inf")}, "soft_cap: expected 0 (off) or a bound in the range of float32"),
+    ("paged_attention", {"soft_cap": "30"}, "soft_cap: expected a number, got '30'"),
     ("paged_attention", {"block_sparse": [8, 1, 0, 0, 0, 0, 1]}, "block_sparse.vert_stride: expected 1 or more, got 0"),
     ("paged_attention", {"block_sparse": [24, 1, 2, 0, 0, 0, 1], "block_size": 16}, "block_sparse.block_size: expected a"),
 ]  # fmt: skip
