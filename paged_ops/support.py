@@ -126,9 +126,10 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         raise ValueError(f"device: expected one of {sorted(DISPATCH_KEYS)}, got {device.type!r}")
     key = DISPATCH_KEYS[device.type]
     lowering(name, key)
+    call = inspect.signature(OPS[name]).bind(*args, **kwargs)
     choice = getattr(module_of(key), "explain", None)
     if choice is not None and name in ("paged_attention", "paged_attention_with_lse"):
-        return choice(name, *args, **kwargs)
+        return choice(name, *call.args, **call.kwargs)
     return Explanation(name, str(device), "one implementation, which serves all calls")
 
 

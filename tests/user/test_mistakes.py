@@ -116,6 +116,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (lambda: DecodeGraphs(3, a_cache(), max_num_seqs=2), r"step: expected a function \(input_ids, .*, got 3"),
     (lambda: DecodeGraphs(toy_step, a_cache(), max_num_seqs=2, sample=3), "sample: expected a function, .*, got 3"),
     (lambda: DecodeGraphs(toy_step, a_cache(), max_num_seqs=2, seq_sizes=4), r"seq_sizes: .* in 1..2, got \[4\]"),
+    (lambda: HybridCache.for_layers(3, 8, 4, [2, 2], 8), "num_kv_heads: expected one for each of 3 layers, got 2"),
     (lambda: swaps_to_split_decodes_and_prefills([1, 2], 1.5), "decode_threshold: expected an integer of .*, got 1.5"),
     (lambda: paged_ops.supports("paged_attention", "cpu", head_size="64"), "head_size: .*, got '64'"),
     (lambda: paged_ops.set_debug_checks("no"), "enabled: expected True or False, got 'no'"),
