@@ -46,6 +46,8 @@ def expect(condition: Any, argument: str, expected: str, got: Any) -> None:
         return
     if condition is False:
         raise ValueError(_message(argument, expected, got))
+    if type(condition).__module__ == "numpy":  # a comparison of numpy's numbers
+        return expect(bool(condition), argument, expected, got)
     torch._check_value(condition, lambda: _message(argument, expected, got))
 
 

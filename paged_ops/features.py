@@ -57,9 +57,7 @@ def check_features(f: Features, query: Tensor, S: int, K: int, block_size: int, 
         expect(-LARGEST <= scale <= LARGEST, "scale", "a finite float32", scale)
     for name in masks.NUMBERS:
         expect(getattr(f, name) >= 0, name, "0 (off) or a number of tokens", getattr(f, name))
-    expect(f.soft_cap >= 0, "soft_cap", "0 (off) or a positive bound", f.soft_cap)
-    if type(f.soft_cap) is float and f.soft_cap != 0:  # kernels hold it as float32
-        expect(SMALLEST <= f.soft_cap <= LARGEST, "soft_cap", "0 (off) or a bound in the range of float32", f.soft_cap)
+    check_soft_cap(f.soft_cap)
     for name, per_head in (("alibi_slopes", f.alibi_slopes), ("sinks", f.sinks)):
         if per_head is not None:
             checks.tensor(name, per_head, (H,), torch.float32, query.device, "[H]")
@@ -77,6 +75,12 @@ def check_features(f: Features, query: Tensor, S: int, K: int, block_size: int, 
         checks.tensor("selected_keys", f.selected_keys, (T, None, None), torch.int32, query.device, "[T, G, k]")
         G = f.selected_keys.shape[1]
         expect(G == 1 or G == K, "selected_keys", f"1 or the cache's {K} key/value heads as G in [T, G, k]", G)
+
+
+def check_soft_cap(soft_cap: float) -> None:
+    expect(soft_cap >= 0, "soft_cap", "0 (off) or a positive bound", soft_cap)
+    if type(soft_cap) is float and soft_cap != 0:  # kernels hold it as float32
+        expect(SMALLEST <= soft_cap <= LARGEST, "soft_cap", "0 (off) or a bound in the range of float32", soft_cap)
 
 
 def with_value_scale(f: Features, kv_cache: Tensor) -> Features:
@@ -233,9 +237,9 @@ def conflicts(features: Mapping[str, Any]) -> list[str]:
 
 def _on(features: Mapping[str, Any], feature: str) -> bool:
     if feature == "causal=False":
-        return features.get("causal", True) is False
+        return not features.get("causal", True)
     value = features.get(feature)
-    return value is not None and (isinstance(value, (Tensor, Sequence)) or value != 0)
+    return value is not None and (hasattr(value, "__len__") or value != 0)
 
 
 def kept_keys(

@@ -28,7 +28,7 @@ If Dv differs from D, a layer is still one allocation, a *joined* cache ``[N, B,
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -450,24 +450,27 @@ def check_storage(dtype: torch.dtype, kv_cache_dtype: str) -> None:
 def element_dtype(kv_cache: Tensor, kv_cache_dtype: str, argument: str = "kv_cache") -> torch.dtype:
     """The dtype of a cache's elements: its own, or for uint8 storage the one that ``kv_cache_dtype`` names. Errors call
     the cache by the name of its ``argument``."""
+    return dtype_of_elements(kv_cache.dtype, kv_cache_dtype, argument, kv_cache)
+
+
+def dtype_of_elements(dtype: torch.dtype, kv_cache_dtype: str, argument: str, got: Any) -> torch.dtype:
+    """:func:`element_dtype` of a cache of ``dtype``; errors show what they ``got``."""
     _known(kv_cache_dtype)
     if has_row_scales(kv_cache_dtype) or has_index_scales(kv_cache_dtype):
-        expect(kv_cache.dtype == torch.uint8, argument, f"uint8 ({kv_cache_dtype=})", kv_cache)
+        expect(dtype == torch.uint8, argument, f"uint8 ({kv_cache_dtype=})", got)
         return torch.float8_e4m3fn  # of the columns with scales
     if kv_cache_dtype == "auto":
         allowed = (*MODEL_DTYPES, *FP8_DTYPES)
         expect(
-            kv_cache.dtype in allowed,
+            dtype in allowed,
             argument,
             "float32, float16, bfloat16 or float8 (uint8 needs kv_cache_dtype='fp8_e4m3' or 'fp8_e5m2')",
-            kv_cache,
+            got,
         )
-        return kv_cache.dtype
+        return dtype
     agreeing = _FP8[kv_cache_dtype]
-    expect(
-        kv_cache.dtype in (torch.uint8, *agreeing), argument, f"uint8 or {agreeing[0]} ({kv_cache_dtype=})", kv_cache
-    )
-    return agreeing[0] if kv_cache.dtype == torch.uint8 else kv_cache.dtype
+    expect(dtype in (torch.uint8, *agreeing), argument, f"uint8 or {agreeing[0]} ({kv_cache_dtype=})", got)
+    return agreeing[0] if dtype == torch.uint8 else dtype
 
 
 def _known(kv_cache_dtype: str) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from paged_ops import masks
-from paged_ops.checks import at_least
-from paged_ops.features import conflicts
-from paged_ops.layouts import FP8_DS_INDEX, Layout, has_index_scales, has_row_scales
+from paged_ops.checks import at_least, describe_setting, expect
+from paged_ops.features import POOLS, check_soft_cap, conflicts
+from paged_ops.layouts import FP8_DS_INDEX, Layout, dtype_of_elements, has_index_scales, has_row_scales
 from paged_ops.registry import DISPATCH_KEYS, OPS, lowering, module_of
 
 # Properties of tensors: features of supports() in addition to the op's arguments.
@@ -29,7 +31,7 @@ PROPERTIES = (
 )
 
 
-_SIZES = "head_size", "block_size", "num_heads", "num_kv_heads", "selected_block_size"
+_SIZES = "head_size", "block_size", "num_heads", "num_kv_heads", "selected_block_size", "k"
 
 
 def supports(op: str, device: str, **features: Any) -> list[str]:
@@ -37,7 +39,7 @@ def supports(op: str, device: str, **features: Any) -> list[str]:
 
     ``device`` is ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"xla"``. ``features`` are arguments of the op by their names
     with the values that the call would have, where True means a tensor (``sinks=True``, ``sliding_window=128``,
-    ``causal=False``), and the properties of its tensors: ``dtype`` (of the model), ``head_size``,
+    ``causal=False``), and the properties of its tensors: ``dtype`` (of the model), ``cache_dtype``, ``head_size``,
     ``value_head_size``, ``block_size``, ``num_heads``, ``num_kv_heads``, ``layout``.
 
     Raises ValueError for an op, a device or a feature that does not exist.
@@ -47,7 +49,7 @@ def supports(op: str, device: str, **features: Any) -> list[str]:
     if device not in DISPATCH_KEYS:
         raise ValueError(f"device: expected one of {sorted(DISPATCH_KEYS)}, got {device!r}")
     _check_names(op, features)
-    for least, names in ((1, _SIZES), (0, ("value_head_size", *masks.NUMBERS))):
+    for least, names in ((1, _SIZES), (0, ("value_head_size", "local_blocks", *masks.NUMBERS))):
         at_least(least, **{name: features[name] for name in names if features.get(name) is not None})
     layout = features.get("layout")
     if layout is not None and layout not in list(Layout):
@@ -59,7 +61,7 @@ def supports(op: str, device: str, **features: Any) -> list[str]:
         lowering(op, key)
     except NotImplementedError as error:
         return [str(error)]
-    reasons = conflicts(features)
+    reasons = conflicts(features) + _refusals(op, features)
     if has_index_scales(features.get("kv_cache_dtype", "auto")) and op not in ("latent_cache_write", "select_keys"):
         reasons.append(f"kv_cache_dtype: latent_cache_write and select_keys alone take {FP8_DS_INDEX!r}")
     latent = features.get("layout") == Layout.LATENT
@@ -124,9 +126,10 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         raise ValueError(f"device: expected one of {sorted(DISPATCH_KEYS)}, got {device.type!r}")
     key = DISPATCH_KEYS[device.type]
     lowering(name, key)
+    call = inspect.signature(OPS[name]).bind(*args, **kwargs)
     choice = getattr(module_of(key), "explain", None)
     if choice is not None and name in ("paged_attention", "paged_attention_with_lse"):
-        return choice(name, *args, **kwargs)
+        return choice(name, *call.args, **call.kwargs)
     return Explanation(name, str(device), "one implementation, which serves all calls")
 
 
@@ -136,3 +139,31 @@ def _check_names(op: str, features: Mapping[str, Any]) -> None:
     for name in features:
         if name not in known:
             raise ValueError(f"features: expected arguments of {op} or {PROPERTIES}, got {name!r}")
+
+
+def _refusals(op: str, features: Mapping[str, Any]) -> list[str]:
+    """What a call would say about single values, one reason per value."""
+    reasons = []
+
+    def check(function: Callable[..., Any], *args: Any) -> None:
+        try:
+            function(*args)
+        except ValueError as error:
+            reasons.append(str(error))
+
+    for name, argument in inspect.signature(OPS[op]).parameters.items():
+        if name in features and argument.annotation is bool:
+            check(expect, features[name] in (True, False), name, "True or False", describe_setting(features[name]))
+    named, stored = features.get("kv_cache_dtype", "auto"), features.get("cache_dtype")
+    if not has_row_scales(named) and (stored is not None or named != "auto"):  # of rows with scales conflicts() says it
+        check(dtype_of_elements, stored or torch.uint8, named, "cache_dtype", stored)
+    soft_cap = features.get("soft_cap", 0.0)
+    if isinstance(soft_cap, Real):
+        check(check_soft_cap, float(soft_cap))
+    else:
+        check(expect, False, "soft_cap", "a number", repr(soft_cap))
+    if hasattr(pattern := features.get("block_sparse"), "__len__"):
+        check(masks.check_block_sparse, pattern, features.get("block_size", 1))
+    pool = features.get("pool", "none")
+    check(expect, pool in POOLS, "pool", f"one of {POOLS}", repr(pool))
+    return reasons

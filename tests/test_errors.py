@@ -484,6 +484,27 @@ SUPPORT = [
 ]  # fmt: skip
 
 
+REFUSED_VALUES = [
+    ("paged_attention", {"kv_cache_dtype": "int8"}, "kv_cache_dtype: expected one of"),
+    ("reshape_and_cache", {"cache_dtype": torch.int8}, "cache_dtype: expected float32, float16, bfloat16 or float8"),
+    ("gather_kv", {"cache_dtype": torch.uint8}, "cache_dtype: expected float32, float16, bfloat16 or float8 (uint8 needs"),
+    ("paged_attention", {"cache_dtype": torch.float8_e5m2, "kv_cache_dtype": "fp8"}, "cache_dtype: expected uint8 or"),
+    ("paged_attention", {"causal": None}, "causal: expected True or False, got None"),
+    ("select_keys", {"relu": "no"}, "relu: expected True or False, got 'no'"),
+    ("select_keys", {"pool": "median"}, "pool: expected one of"),
+    ("cascade_attention", {"soft_cap": float("inf")}, "soft_cap: expected 0 (off) or a bound in the range of float32"),
+    ("paged_attention", {"soft_cap": "30"}, "soft_cap: expected a number, got '30'"),
+    ("paged_attention", {"block_sparse": [8, 1, 0, 0, 0, 0, 1]}, "block_sparse.vert_stride: expected 1 or more, got 0"),
+    ("paged_attention", {"block_sparse": [24, 1, 2, 0, 0, 0, 1], "block_size": 16}, "block_sparse.block_size: expected a"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "asked", "reason"), REFUSED_VALUES)
+def test_supports_refuses_the_values_that_a_call_refuses(op, asked, reason):
+    (got,) = paged_ops.supports(op, "cpu", **asked)
+    assert got.startswith(reason), got
+
+
 @pytest.mark.parametrize(("op", "device", "asked", "reasons"), SUPPORT)
 def test_reasons_about_latents(op, device, asked, reasons):
     got = paged_ops.supports(op, device, **(LATENTS | asked))

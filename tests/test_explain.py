@@ -52,6 +52,14 @@ def test_other_ops_have_one_implementation():
     assert answer.kernel == "one implementation, which serves all calls" and not answer.others
 
 
+def test_arguments_may_be_given_by_name():
+    names = "query", "kv_cache", "block_tables", "seq_lens", "query_start_loc", "scale"
+    named = dict(zip(names, a_call(), strict=True))
+    assert paged_ops.explain("paged_attention", **named) == paged_ops.explain("paged_attention", *a_call())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'window'"):
+        paged_ops.explain("paged_attention", *a_call(), window=3)
+
+
 def test_what_explain_refuses():
     with pytest.raises(ValueError, match="op: expected one of"):
         paged_ops.explain("attention", *a_call())

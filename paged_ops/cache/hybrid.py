@@ -119,13 +119,14 @@ class HybridCache:
             states: slots of further layers.
             shard: as of ``KVCache``, for the layers that see everything; the others keep all their tokens.
         """
-        sizes = {"num_kv_heads": num_kv_heads, "head_size": head_size, "value_head_size": value_head_size}
+        given = {"num_kv_heads": num_kv_heads, "head_size": head_size, "value_head_size": value_head_size}
+        sizes = {name: _of_layers(num_layers, value) for name, value in given.items() if value is not None}
         reach = {
             "sliding_window": _of_layers(num_layers, sliding_window),
             "attention_chunk": _of_layers(num_layers, attention_chunk),
             "num_first_tokens": _of_layers(num_layers, num_first_tokens),
         }
-        for name, values in reach.items():
+        for name, values in {**sizes, **reach}.items():
             expect(len(values) == num_layers, name, f"one for each of {num_layers} layers", len(values))
             for value in values:
                 at_least(0, **{name: value})
@@ -138,10 +139,7 @@ class HybridCache:
         pools = []
         for index, kind in enumerate(kinds):
             members = [i for i, pool in enumerate(pool_of_layer) if pool == index]
-            own = {
-                name: value if value is None or isinstance(value, int) else [value[i] for i in members]
-                for name, value in sizes.items()
-            }
+            own = {name: [values[i] for i in members] for name, values in sizes.items()}
             of_kind = num_blocks if not any(kind) or num_window_blocks is None else num_window_blocks
             options: dict[str, Any] = {**own, "dtype": dtype, "device": device, "layout": layout}
             options["kv_cache_dtype"] = kv_cache_dtype

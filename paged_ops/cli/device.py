@@ -31,7 +31,7 @@ def choose_device(name: str | None) -> torch.device:
     except RuntimeError:
         raise ValueError(f"--device: expected cpu, cuda or cuda:<index>, got {name!r}") from None
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device: expected cpu or cuda, got {name!r}: generation runs on these")
+        raise ValueError(f"--device: expected cpu, cuda or cuda:<index>, got {name!r}")
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         expected = f"one of the {count}" if count else "cpu, as PyTorch finds no"

@@ -44,7 +44,8 @@ class SamplingParams:
             end-of-sequence tokens of the generation config.
         n: the number of samples of the prompt, which is computed once. None follows ``num_return_sequences``.
         logprobs: with each token, give its log-probability, and the ones of this number of likeliest tokens, from the
-            model's own logits: before penalties, processors and temperature. None gives none.
+            model's own logits: before penalties, processors and temperature. Of equal ones the lower id comes first.
+            None gives none.
         logits_processor: ``(input_ids [1, n], scores [1, V]) -> scores``, or several, called after the penalties and
             before the temperature: transformers' (``LogitsProcessorList``), or any function. Scores are
             float32; ``input_ids`` are prompt and output.

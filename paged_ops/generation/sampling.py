@@ -391,10 +391,23 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) ->
         part = slice(start, start + most)
         logprobs = log_softmax(logits[part].float())
         chosen = on_device(tokens[part], torch.int64, logits.device)
-        values, ids = logprobs.topk(min(max(counts[part]), V), -1)
+        values, ids = _largest(logprobs, min(max(counts[part]), V))
         found_of = logprobs.gather(-1, chosen.clamp(max=V - 1)[:, None])[:, 0]
         of_chosen = found_of.masked_fill_(chosen >= V, -torch.inf).tolist()
         for count, *found in zip(counts[part], of_chosen, values.tolist(), ids.tolist(), strict=True):
             logprob, likely, likely_ids = found
             result.append(TokenLogprobs(logprob, tuple(zip(likely_ids[:count], likely[:count], strict=True))))
     return result
+
+
+def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest scores of each row ``[R, V]``, and their ids, both ``[R, k]``. Of equal scores the lower id comes
+    first: which of them topk takes depends on k and on the other rows."""
+    values = scores.topk(k, -1).values
+    if not k:
+        return values, values.long()
+    rows, ids = (~(scores < values[:, -1:])).nonzero(as_tuple=True)  # NaN counts as the largest, as in topk
+    order = scores[rows, ids].sort(descending=True, stable=True).indices
+    order = order[rows[order].sort(stable=True).indices]
+    each = torch.arange(len(scores), device=scores.device)[:, None]
+    return values, ids[order][torch.searchsorted(rows, each) + torch.arange(k, device=scores.device)]

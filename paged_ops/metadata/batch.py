@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from paged_ops.checks import expect
+from paged_ops.checks import at_least, expect
 from paged_ops.layouts import paged_kv
 from paged_ops.metadata.bidirectional import Ranges, ranges_of_requests
 
@@ -123,6 +123,7 @@ def swaps_to_split_decodes_and_prefills(query_lens: Ints, decode_threshold: int 
         query_lens: ``[num_reqs]`` tokens scheduled for each request, on the host.
         decode_threshold: most query tokens of a decode.
     """
+    at_least(0, decode_threshold=decode_threshold)
     is_decode = integers("query_lens", query_lens, rank=1) <= decode_threshold
     num_decodes = int(is_decode.sum())
     leaving = (~is_decode[:num_decodes]).nonzero().flatten()

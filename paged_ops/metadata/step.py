@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from paged_ops.cache.shard import UNSHARDED, TokenShard, widest
-from paged_ops.checks import expect
+from paged_ops.checks import at_least, expect
 
 
 @dataclass
@@ -197,6 +197,7 @@ def split_decodes_and_prefills(metadata: AttentionMetadata, decode_threshold: in
         ValueError: a decode comes after a prefill: reorder the batch before it is built.
     """
     starts = metadata.query_start_loc_cpu[: metadata.num_reqs + 1]
+    at_least(0, decode_threshold=decode_threshold)
     is_decode = starts.diff() <= decode_threshold
     num_decodes = int(is_decode.sum())
     if not bool(is_decode[:num_decodes].all()):

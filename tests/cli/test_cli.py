@@ -192,7 +192,7 @@ def test_a_machine_without_gpus_says_what_can_be_asked_there(
     [
         (["demo", "--device", "abacus"], 1, "--device: expected cpu, cuda or cuda:<index>, got 'abacus'"),
         (["demo", *DEMO, "--graphs"], 1, "mode: expected NONE, as cpu has no graphs, got FULL_DECODE_ONLY"),
-        (["demo", "--device", "meta"], 1, "--device: expected cpu or cuda, got 'meta'"),
+        (["demo", "--device", "meta"], 1, "--device: expected cpu, cuda or cuda:<index>, got 'meta'"),
         (["demo", "--device", "cuda:99"], 1, " CUDA devices here, got 'cuda:99'"),
         (
             ["demo", "--device", "cpu", "--eager", "--max-new-tokens", "0"],

@@ -519,6 +519,20 @@ def test_prompt_logprobs_of_ids_without_a_logit() -> None:
     assert all(each is None or len(each.top) == 1 for each in found) and len(output) == 3
 
 
+def test_the_likeliest_tokens_do_not_depend_on_the_other_rows() -> None:
+    """Of equal log-probabilities, which are frequent in 16 bits, the lower ids come first, also of NaN and -inf."""
+    logits = torch.randint(0, 4, (6, 999), generator=GENERATOR).float()
+    logits[1], logits[2, 50:] = 0, -torch.inf
+    logits[3, 500:] = torch.nan
+    counts = [2, 3, 60, 1, 999, 0]
+    together = sampling.logprobs_of(logits, [0] * 6, counts)
+    for row, count in enumerate(counts):
+        (alone,) = sampling.logprobs_of(logits[row : row + 1], [0], [count])
+        by_id = torch.log_softmax(logits[row], -1).sort(descending=True, stable=True)
+        assert [token for token, _ in alone.top] == by_id.indices[:count].tolist()
+        assert repr(alone) == repr(together[row])
+
+
 def test_cached_tokens_of_each_output() -> None:
     loop = make_loop(max_num_seqs=4)
     prompt = PROMPTS[8]

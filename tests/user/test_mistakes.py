@@ -17,6 +17,7 @@ from paged_ops import HybridCache, KVCache, StateCache
 from paged_ops.cache.states import StateSpec
 from paged_ops.generation import GenerationLoop, SamplingParams
 from paged_ops.graphs import DecodeGraphs
+from paged_ops.metadata import make_local_attention_virtual_batches, swaps_to_split_decodes_and_prefills
 from tests.generation.toy import EXPECTED, GREEDY, PROMPTS, B, D, K, make_loop, toy_step
 
 a_layer = paged_ops.allocate_kv_cache
@@ -115,6 +116,8 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (lambda: DecodeGraphs(3, a_cache(), max_num_seqs=2), r"step: expected a function \(input_ids, .*, got 3"),
     (lambda: DecodeGraphs(toy_step, a_cache(), max_num_seqs=2, sample=3), "sample: expected a function, .*, got 3"),
     (lambda: DecodeGraphs(toy_step, a_cache(), max_num_seqs=2, seq_sizes=4), r"seq_sizes: .* in 1..2, got \[4\]"),
+    (lambda: HybridCache.for_layers(3, 8, 4, [2, 2], 8), "num_kv_heads: expected one for each of 3 layers, got 2"),
+    (lambda: swaps_to_split_decodes_and_prefills([1, 2], 1.5), "decode_threshold: expected an integer of .*, got 1.5"),
     (lambda: paged_ops.supports("paged_attention", "cpu", head_size="64"), "head_size: .*, got '64'"),
     (lambda: paged_ops.set_debug_checks("no"), "enabled: expected True or False, got 'no'"),
     (lambda: SamplingParams(max_new_tokens="3"), "max_new_tokens: expected an integer of at least 1, got '3'"),
@@ -138,6 +141,18 @@ def test_integers_may_be_of_numpy() -> None:
     assert loop.generate([[1]], SamplingParams(max_new_tokens=two)) == loop.generate([[1]], SamplingParams(2))
     DecodeGraphs(toy_step, a_cache(numpy.int64(8)), max_num_seqs=two, max_model_len=numpy.int64(16))
     assert KVCache.num_blocks_for(0.9 * 4096, 1, 1, 1, 1, torch.float32) == 460
+    assert SamplingParams(top_p=numpy.float64(0.5)).top_p == 0.5
+    assert paged_ops.use_cascade_attention(
+        numpy.int64(1024), [1] * 64, numpy.int64(32), numpy.int64(8), False, False, 132
+    )
+    lens = numpy.array([4, 10, 5]), numpy.array([6, 17, 9])
+    tables = torch.arange(30).view(3, 10)
+    local = make_local_attention_virtual_batches(numpy.int64(4), *lens, tables, two)
+    assert local.query_lens.tolist() == [2, 2, 1, 4, 4, 1, 4, 1]
+    pattern = numpy.array(paged_ops.BlockSparse(16, 1, 2))
+    assert not paged_ops.supports("paged_attention", "cpu", block_sparse=pattern, block_size=two)
+    reasons = paged_ops.supports("paged_attention", "cpu", causal=numpy.False_, sliding_window=two)
+    assert reasons == ["causal=False cannot be combined with sliding_window"]
 
 
 def test_a_criterion_that_returns_nothing_is_refused() -> None:
