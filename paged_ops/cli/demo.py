@@ -62,6 +62,7 @@ def demo(
     console = Console(stderr=json)
     params = SamplingParams(max_new_tokens=max_new_tokens)
     target = choose_device(device)
+    _check_graphs(graphs, target)
     if target.type == "cpu":
         torch.set_num_threads(1)  # the model is so small that threads would mostly wait
     torch.set_float32_matmul_precision("highest")
@@ -144,6 +145,7 @@ def generate(
         for i in range(len(prompt))
     ]
     target = choose_device(device) if num_ranks == 1 else choose_device_of_rank(device)
+    _check_graphs(graphs, target)
     name = demo_model.path() if model == "demo" else model
     with log.status(f"Loading {model}"):
         loaded, tokenizer = load(name, target, DTYPES[dtype] if dtype else "auto", num_ranks)
@@ -249,6 +251,11 @@ class Result:
         for name, value in rows.items():
             made.add_row(name, value)
         console.print(made)
+
+
+def _check_graphs(graphs: bool | None, device: torch.device) -> None:
+    if graphs and device.type != "cuda":
+        raise ValueError(f"--graphs: expected --device cuda, as {device.type} has no CUDA graphs, got {device}")
 
 
 def serve(

@@ -191,7 +191,8 @@ def test_a_machine_without_gpus_says_what_can_be_asked_there(
     ("arguments", "code", "message"),
     [
         (["demo", "--device", "abacus"], 1, "--device: expected cpu, cuda or cuda:<index>, got 'abacus'"),
-        (["demo", *DEMO, "--graphs"], 1, "mode: expected NONE, as cpu has no graphs, got FULL_DECODE_ONLY"),
+        (["demo", *DEMO, "--graphs"], 1, "--graphs: expected --device cuda, as cpu has no CUDA graphs, got cpu"),
+        (["generate", "--prompt", "x", *DEMO, "--graphs"], 1, "--graphs: expected --device cuda, as cpu has no"),
         (["demo", "--device", "meta"], 1, "--device: expected cpu, cuda or cuda:<index>, got 'meta'"),
         (["demo", "--device", "cuda:99"], 1, " CUDA devices here, got 'cuda:99'"),
         (
