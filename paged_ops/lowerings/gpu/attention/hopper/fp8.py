@@ -35,7 +35,7 @@ from paged_ops.lowerings.gpu.fp8 import widen_words
 from paged_ops.lowerings.gpu.gluon_names import reinterpret
 from paged_ops.lowerings.gpu.launch import Choice, Launches
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, Storage, not_applied
-from paged_ops.lowerings.gpu.target import Target
+from paged_ops.lowerings.gpu.target import TRITON, Target
 
 STORED = torch.float8_e4m3fn, torch.float8_e5m2
 SIZES = 64, 128, 256  # head sizes
@@ -48,7 +48,8 @@ AT_ONCE = 128  # sequences that the scheduler's warp counts in one vector
 CONSUMERS = 208, 208
 OTHERS = 48, 48
 OTHERS_OF_MASKS = 56, 56
-OF_WIDE = 216, 216, 40, 40  # all of them with heads of 256
+# All of them with heads of 256. Triton 3.9 needs more for the consumers: else ptxas serialises their matmuls (C7512).
+OF_WIDE = (224, 224, 32, 32) if TRITON >= (3, 9) else (216, 216, 40, 40)
 
 LEAST = gl.constexpr(27)  # biased exponent of the least factor
 

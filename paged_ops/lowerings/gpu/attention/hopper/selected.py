@@ -50,13 +50,15 @@ from paged_ops.lowerings.gpu.attention.triton.selected import NOT_OF_MERGE, merg
 from paged_ops.lowerings.gpu.gluon_names import reinterpret
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
-from paged_ops.lowerings.gpu.target import Target
+from paged_ops.lowerings.gpu.target import TRITON, Target
 
 FEW = 16  # the most query rows that are columns of the matmuls
 STAGES = 2  # tiles in shared memory
 LOADERS, LOADERS_OF_FEW = 4, 8  # warps that copy keys, and for few query rows over rows with scales
 # Of the warps after the first ones: those that copy keys are last. Rows with scales have the numbers of a tile in them.
-REGISTERS, APART_REGISTERS, SCALED_REGISTERS = (80,), (176, 176, 56), {4: (128,), 8: (112,)}
+REGISTERS, SCALED_REGISTERS = (80,), {4: (128,), 8: (112,)}
+# Of the two warpgroups for values, and of the warps that copy keys: as in latent.py, Triton 3.9 needs more for values.
+APART_REGISTERS = (192, 192, 48) if TRITON >= (3, 9) else (176, 176, 56)
 LATENT = gl.constexpr(latent.LATENT)
 # What a part, and a merge, cost besides the tiles, in tiles: see parts_of.
 START, MERGE = 1, 2
