@@ -30,9 +30,6 @@ INDEX = {
         r"wgmma\.mma_async\.sync\.aligned\.m64n64k16.*\}, \{",
     )
 }
-# At D 256, with ranges, these spill up to 40 bytes (triton 3.5 to 3.8; 3.9 184): this kernel, as it does without, and
-# split_kernel's whole tiles beside it.
-# Three consumers leave a thread of the scheduler 32 registers, and it spills some numbers (48 bytes, triton 3.6).
 SM_90 = ("cuda:90",)
 # The warpgroup that computes scores keeps the addresses of query rows in registers, and spills some numbers.
 LATENT_SPILLS = {(3, 6): 40, (3, 7): 48, (3, 8): 288, (3, 9): 200}

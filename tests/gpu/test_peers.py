@@ -142,16 +142,13 @@ def test_block_sparse(D, heads, slide, kind):
     compare(seqs, heads, D, dtype=torch.bfloat16, features=(("block_sparse", list(sparse)),))
 
 
-SPARSE = BlockSparse(64, 16, 8)
-
-
 @pytest.mark.parametrize("D", [96, 128, 200, 256, 512])
 @pytest.mark.parametrize(
     "features",
     [
         (),
         (("sliding_window", 100), ("soft_cap", 50.0), ("alibi_slopes", torch.randn)),
-        (("block_sparse", list(SPARSE)),),
+        (("block_sparse", list(BlockSparse(64, 16, 8))),),
     ],
     ids=["plain", "window-cap-alibi", "block_sparse"],
 )
