@@ -34,11 +34,11 @@ DIST ?=
 demo: compiler $(INSTALLED)
 	$(BIN)/paged-ops demo
 
-# Before each commit, 2 minutes: lint, types, and the quick tests with a selection of their cases.
+# Before each commit, 3 minutes: lint, types, and the quick tests with a selection of their cases.
 check: lint
 	$(TEST_ENV) $(PYTEST) $(TWO) $(EIGHTH) -m "$(ON_CPU) and not slow" --ignore tests/parallel --ignore tests/user tests
 
-# Before a pull request, 10 minutes: all that needs no accelerator, with a selection of the interpreter's cases.
+# Before a pull request, 20 minutes: all that needs no accelerator, with a selection of the interpreter's cases.
 test: test-cpu test-fuzz
 	$(TEST_ENV) TRITON_INTERPRET=1 $(PYTEST) $(TWO) $(EIGHTH) -m interpreter $(INTERPRETER_TESTS)
 
