@@ -185,6 +185,18 @@ def test_more_than_64_heads_over_fp8_have_a_kernel_of_their_own(H, stored, kerne
     assert choose.choose(kernels, of_call, TARGET, shapes)[0] is kernel
 
 
+def test_rounded_parts_have_a_merge_of_their_own():
+    """Parts of 16-bit latents have the output's dtype, those of fp8 latents are float32."""
+    cache = fp8_cache_of(5, 64, D).view(torch.float8_e4m3fn)
+    merges, sizes = [], []
+    for kernel, given in [(latent_hopper, None), (latent_fp8_wide, cache)]:
+        _, of_call, shapes = planned(128, 4, 4, 64, given)
+        built = kernel.build(kernel.plan(of_call, TARGET, shapes), of_call, TARGET, shapes)
+        merges.append(built.launches[-1]._launcher)
+        sizes.append(built.workspace[0])
+    assert merges[0] is not merges[1] and 2 * sizes[0] == sizes[1] == TARGET.processors * 2 * 64 * R
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", BATCHES)

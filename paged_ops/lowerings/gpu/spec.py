@@ -43,7 +43,9 @@ class Pointers(NamedTuple):
 
     out: Any  # [T, H, Dv]
     lse: Any  # [T, H] float32
-    parts: Any  # [P, 2, M, Dv] float32: partial results of units that began before a share (0) or continue after it (1)
+    # [P, 2, M, Dv]: partial results of units that began before a share (0) or continue after it (1); numbers of the
+    # output's dtype if TileShape.rounded, else float32. The tensor is float32.
+    parts: Any
     part_lse: Any  # [P, 2, M] float32, lse of parts in base 2
     taken: Any  # [4] int32 work counters, zeroed by split_kernel
     arrived: Any  # [P, 12] int32 of split_merge.py: counters, zero before and after a call, and notes; None: not used
@@ -229,6 +231,7 @@ class TileShape(NamedTuple):
     paired: bool  # whether 8-bit keys and values are loaded in pairs
     heads: int = 1  # key/value heads of a unit, see join_heads
     converts: bool = True  # whether bfloat16 queries over an fp8 cache become float16, else the cache bfloat16
+    rounded: bool = False  # whether parts have the output's dtype, else float32
 
 
 class Division(NamedTuple):

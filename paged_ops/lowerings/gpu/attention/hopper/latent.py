@@ -8,7 +8,8 @@ parts of units that shares divide.
 A producer warp loads query rows and latents by TMA. One warpgroup multiplies 64 query rows with the 64 keys of a tile
 and computes the softmax. Two more warpgroups multiply its weights with one half of the value columns each, so that the
 accumulators of 64 rows by 512 columns fit their registers. Meanwhile the first multiplies the next tile's keys. The two
-halves of the latents and the rotated columns have separate rings.
+halves of the latents and the rotated columns have separate rings. A unit's result, or a part of it, takes the place of
+its last tile on its way to memory, in the output's dtype, so that a warp stores whole rows of a half.
 
 If there are more heads than rows, the key tiles of one group of heads come first for all sequences (``heads_apart``):
 neighbouring programs then take the same tiles for different groups, and all but one find them in the L2 cache. Units of
@@ -131,21 +132,22 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     bytes_of_key = 2 * ROTATED, LATENT, LATENT
     shape = LatentShape(ROWS, KEYS, page_of(spec), STAGES, 1, bytes_of_key, REGISTERS, group=8, rows_last=True)
     groups = [functools.partial(dense.describe, spec.v_side, spec, shape.page, width) for width in widths]
-    return build_of(latent_hopper_kernel, shape, rows, groups, choice, spec, target)
+    return build_of(latent_hopper_kernel, shape, rows, groups, choice, spec, target, rounded=True)
 
 
 def build_of(
     kernel: Any, shape: LatentShape, rows: list[Any], cache: list[Any], choice: Choice, spec: Spec, target: Target,
-    takes: tuple[str, ...] = (),
+    takes: tuple[str, ...] = (), rounded: bool = False,
 ) -> Launches:  # fmt: skip
-    """The launches of a kernel with these descriptors of query rows and of the cache."""
+    """The launches of a kernel with these descriptors of query rows and of the cache. ``rounded``: of parts, as in
+    TileShape."""
     _, division = choice
     spec, P = packed(spec, shape.M), target.processors
     constants = {"SPEC": spec, "DIVISION": division, "SHAPE": shape, **target.overlap(), "num_warps": 4}
     described: list[Described] = [*(("query", each) for each in rows), *(("key_cache", each) for each in cache)]
     launcher = launcher_of(kernel, constants, target.device)
     launch = HopperLaunch(launcher, (P, 1, 1), (*PARTS, *takes), described)
-    merged = TileShape(shape.M, KEYS, 0, spec.v_side.size, 0, False)
+    merged = TileShape(shape.M, KEYS, 0, spec.v_side.size, 0, False, rounded=rounded)
     return merge.with_merge((launch,), P, merged, spec, target, division)
 
 
@@ -283,13 +285,16 @@ def sum_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.co
         acc0 = warpgroup_mma(p, tile.slice(0, WIDTH, dim=1), acc0, is_async=True)
         acc1 = warpgroup_mma(p, tile.slice(WIDTH, WIDTH, dim=1), acc1, is_async=True)
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-        ring.release_each(latents.ring, total + t)
+        if t < part.seen - 1:
+            ring.release_each(latents.ring, total + t)
     ring.wait_full(messages.ring, received)
     factor = gl.convert_layout(gl.max(messages.factors.load(four), 1), row_layout)
     ring.release(messages.ring, received)
-    r = gl.arange(0, M, row_layout)
-    acc = (acc0 * factor[:, None], acc1 * factor[:, None])
-    roles.store_part(acc, None, None, part, r, batch.tensors, FIRST, 1, SPEC, SHAPE)
+    last = total + part.seen - 1
+    place = latents.tiles.index(ring.stage_of(latents.ring, last))
+    values = roles.by_rows((acc0 * factor[:, None], acc1 * factor[:, None]), place)
+    ring.release_each(latents.ring, last)
+    roles.store_rows(values, part, batch.tensors, FIRST, SPEC, SHAPE)
     return Counts(counts.units, total + part.seen, received + 1)
 
 

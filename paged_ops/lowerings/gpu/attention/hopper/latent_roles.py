@@ -18,7 +18,7 @@ from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E, apply_
 from paged_ops.lowerings.gpu.attention.hopper.softmax import SLACK
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole
 from paged_ops.lowerings.gpu.attention.shared.masks import full_tiles, keep_seen, keys_of_rows, needs_mask
-from paged_ops.lowerings.gpu.gluon_names import load_box
+from paged_ops.lowerings.gpu.gluon_names import barrier, load_box
 
 CHUNKS = gl.constexpr(9)  # of 64 columns: the latents, then the rotated ones
 
@@ -252,7 +252,7 @@ def store_part(
             gl.store(tensors.lse + row, lse2 * LN2, mask=live)
         store_columns(tensors.out, row, live, acc, factor, FIRST, STEP, SPEC)
     else:
-        row = (part.program * 2 + (part.tile == part.first_tile).to(gl.int32)).to(gl.int64) * SHAPE.M + r
+        row = part_row(part, SHAPE) + r
         if lse2 is not None:
             gl.store(tensors.part_lse + row, lse2, mask=live)
         store_columns(tensors.parts, row, live, acc, factor, FIRST, STEP, SPEC)
@@ -278,6 +278,46 @@ def store_by_rows(acc, place, part, out, FIRST: gl.constexpr, SPEC: gl.constexpr
     column = FIRST + gl.arange(0, place.shape[1], gl.SliceLayout(0, layout))
     gl.store(out + row[:, None] * SPEC.v_side.size + column[None, :], place.load(layout), mask=live[:, None])
     fence_async_shared()  # whatever fills the place next, TMA too
+
+
+@gluon.jit
+def by_rows(acc, place):
+    """A tuple of accumulators in the dtype of a place of a tile, by way of this place, which has as many rows and
+    columns: a tuple of 8 rows each, of which a warp has two, 512 bytes each. Then the place may be filled again."""
+    WIDTH: gl.constexpr = acc[0].shape[1]
+    barrier()  # the matmuls of all warps have read the place
+    for n in gl.static_range(len(acc)):
+        place.slice(n * WIDTH, WIDTH, dim=1).store(acc[n].to(place.dtype))
+    values: gl.tuple = ()
+    ROWS: gl.constexpr = place.shape[0]
+    for row in gl.static_range(0, ROWS, 8):
+        values += (place.slice(row, 8, dim=0).load(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])),)
+    fence_async_shared()  # TMA fills the place next
+    return values
+
+
+@gluon.jit
+def store_rows(values, part, tensors, FIRST: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Store the value columns from FIRST on of a part's rows in the output's dtype: as the output if the part is all of
+    its unit, else for the merge. The rows of a unit are contiguous in both; those without a head or token are not
+    stored."""
+    tokens = gl.minimum(SHAPE.M // SPEC.G, part.q_len - part.first_token)
+    live = gl.minimum(tokens * SPEC.G, SPEC.heads * tokens - part.kh * SPEC.G)
+    to, row = tensors.out, query_row(part, SPEC).to(gl.int64)
+    if not is_whole(part):
+        to, row = tensors.parts.to(gl.pointer_type(to.dtype.element_ty)), part_row(part, SHAPE)
+    layout: gl.constexpr = values[0].type.layout
+    r = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, layout)), 1)
+    column = gl.expand_dims(gl.arange(0, values[0].shape[1], gl.SliceLayout(0, layout)), 0)
+    to += row * SPEC.v_side.size + FIRST
+    for n in gl.static_range(len(values)):
+        gl.store(to + 8 * n * SPEC.v_side.size + (r * SPEC.v_side.size + column), values[n], mask=r < live - 8 * n)
+
+
+@gluon.jit
+def part_row(part, SHAPE: gl.constexpr):
+    """The first of a part's rows in the workspace ``[P * 2 * M]``."""
+    return (part.program * 2 + (part.tile == part.first_tile).to(gl.int32)).to(gl.int64) * SHAPE.M
 
 
 @gluon.jit

@@ -34,12 +34,14 @@ def with_merge(
     wide = HELPERS_OF_WIDE if spec.G > FEW_HEADS else HELPERS_OF_FEW
     helpers = wide if tile.Dv > NARROW else HELPERS_OF_MANY if tile.M >= MANY_ROWS else 1
     merge = Launch(launcher_of(merge_kernel, constants, target.device), (P, helpers, 1), NOT_OF_MERGE)
-    return Launches((*launches, merge), workspace(P, tile.M, spec.v_side.size))
+    itemsize = spec.out.itemsize if tile.rounded else 4
+    return Launches((*launches, merge), workspace(P, tile.M, spec.v_side.size, itemsize))
 
 
-def workspace(P: int, M: int, Dv: int) -> tuple[int, int, int]:
-    """The workspace in which each of P programs leaves up to two parts of M rows: see Launches."""
-    to_lse = P * 2 * M * Dv
+def workspace(P: int, M: int, Dv: int, itemsize: int = 4) -> tuple[int, int, int]:
+    """The workspace in which each of P programs leaves up to two parts of M rows: see Launches. ``itemsize``: of the
+    parts' numbers."""
+    to_lse = P * 2 * M * Dv * itemsize // 4
     to_taken = to_lse + P * 2 * M
     return to_lse, to_taken, to_taken + 4
 
@@ -191,15 +193,19 @@ def merge_items(
         live = g < G
         if SPEC.heads < SPEC.K * G:
             live = live & (cut.kh * G + g < SPEC.heads)
-        result, lse2 = merge_rows(tensors, cut, token * G + g, live, d, TILE.M, Dv, AT_ONCE, UNROLLED)
+        result, lse2 = merge_rows(tensors, cut, token * G + g, live, d, TILE, Dv, AT_ONCE, UNROLLED)
         store_rows(tensors, result, lse2, cut.row_start + token + g * 0, cut.kh * G + g, live, d, SPEC.heads, Dv)
 
 
 @triton.jit
 def merge_rows(
-    tensors, cut, row, row_live, d, M: tl.constexpr, Dv: tl.constexpr, AT_ONCE: tl.constexpr, UNROLLED: tl.constexpr
+    tensors, cut, row, row_live, d, TILE: tl.constexpr, Dv: tl.constexpr, AT_ONCE: tl.constexpr, UNROLLED: tl.constexpr
 ):
     """Columns d of packed rows ``row [M]`` of a unit, and their lse to base 2."""
+    M: tl.constexpr = TILE.M
+    parts = tensors.parts
+    if TILE.rounded:
+        parts = parts.to(tl.pointer_type(tensors.out.dtype.element_ty))
     acc = tl.zeros([row.shape[0], d.shape[0]], tl.float32)
     m = tl.full([row.shape[0]], float("-inf"), tl.float32)
     l = tl.zeros([row.shape[0]], tl.float32)
@@ -210,7 +216,10 @@ def merge_rows(
             live = (program <= cut.last)[:, None] & row_live[None, :]
             mask = live[:, :, None] & (d < Dv)[None, None, :]
             lse2 = tl.load(tensors.part_lse + place, mask=live, other=float("-inf"))  # [AT_ONCE, M]
-            part = tl.load(tensors.parts + place[:, :, None] * Dv + d[None, None, :], mask=mask, other=0.0)
+            at = place[:, :, None] * Dv + d[None, None, :]
+            if TILE.rounded:
+                at = tl.max_contiguous(at, [1, 1, 4])  # all warps load one row, as of float32: no sum crosses them
+            part = tl.load(parts + at, mask=mask, other=0.0)
             m_new = tl.maximum(m, tl.max(lse2, 0))
             shift = tl.where(m_new == float("-inf"), 0.0, m_new)
             weight = tl.exp2(lse2 - shift[None, :])
