@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 MOST_VARIANTS = 82
 # One target is divided, so that two workers end at about the same time; the longest come first.
 # Without Gluon no variant is named ^hopper.
-NAMES = {"cuda:90": (*["^hopper"] * variants.HAS_GLUON, "^attention", "^(?!hopper|attention)")}
+OF_GLUON = ("^hopper(?!-prefill)", "^hopper-prefill") * variants.HAS_GLUON
+NAMES = {"cuda:90": (*OF_GLUON, "^attention", "^(?!hopper|attention)")}
 ORDER = ("cuda:90", "hip:gfx942", *compiler.TARGETS)
 PARTS = [(target, names) for target in ORDER for names in NAMES.get(target, ("",))]
 PARTS = list(dict.fromkeys(PARTS))
