@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from paged_ops import masks
@@ -112,8 +113,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     of tensors are read, only dtypes, shapes, strides and devices. On the CPU the C++ function is compiled, as at the
     first call.
 
-    Raises ValueError as the call would, and for an op that does not exist; NotImplementedError if the op has no
-    lowering for the device.
+    Raises as the call would, except for values of tensors; ValueError for an op that does not exist;
+    NotImplementedError if the op has no lowering for the device.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     if name not in OPS:
@@ -127,6 +128,10 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     key = DISPATCH_KEYS[device.type]
     lowering(name, key)
     call = inspect.signature(OPS[name]).bind(*args, **kwargs)
+    # The checks of a call, except those of values. Torch takes a tensor without dimensions for a number.
+    given = pytree.tree_map_only(Tensor, lambda each: each if each.dim() else each.item(), (args, kwargs))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        OPS[name](*given[0], **given[1])
     choice = getattr(module_of(key), "explain", None)
     if choice is not None and name in ("paged_attention", "paged_attention_with_lse"):
         return choice(name, *call.args, **call.kwargs)

@@ -10,6 +10,9 @@ import paged_ops
 from paged_ops.cli import app
 from paged_ops.lowerings.cpu import fused, processor
 
+NAMES = "query", "kv_cache", "block_tables", "seq_lens", "query_start_loc", "scale"
+CACHE = torch.zeros(5, 2, 8, 2, 16)
+
 
 def a_call(T=4, S=4, H=4, K=2, D=16, dtype=torch.float32):
     """The arguments of attention on the CPU, with values that must not be read."""
@@ -20,6 +23,16 @@ def a_call(T=4, S=4, H=4, K=2, D=16, dtype=torch.float32):
 
 def reasons_of(answer):
     return {name: "; ".join(reasons) for name, reasons in answer.others}
+
+
+def writes(slots=3, **changes):
+    key = torch.zeros(3, 2, 16)
+    given = {"key": key, "value": key, "kv_cache": CACHE, "slot_mapping": torch.arange(slots)}
+    return given | changes
+
+
+def attends(**changes):
+    return dict(zip(NAMES, a_call(), strict=True)) | changes
 
 
 @pytest.mark.parametrize("op", [paged_ops.paged_attention, "paged_attention_with_lse"])
@@ -53,9 +66,7 @@ def test_other_ops_have_one_implementation():
 
 
 def test_arguments_may_be_given_by_name():
-    names = "query", "kv_cache", "block_tables", "seq_lens", "query_start_loc", "scale"
-    named = dict(zip(names, a_call(), strict=True))
-    assert paged_ops.explain("paged_attention", **named) == paged_ops.explain("paged_attention", *a_call())
+    assert paged_ops.explain("paged_attention", **attends()) == paged_ops.explain("paged_attention", *a_call())
     with pytest.raises(TypeError, match="unexpected keyword argument 'window'"):
         paged_ops.explain("paged_attention", *a_call(), window=3)
 
@@ -70,6 +81,37 @@ def test_what_explain_refuses():
         paged_ops.explain("paged_attention", query, rest[0][0, 0, 0], *rest[1:])
     with pytest.raises(ValueError, match="device"):
         paged_ops.explain("paged_attention", *(each.to("meta") for each in (query, *rest[:-1])), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        ("paged_attention", attends(causal=None)),
+        ("paged_attention_with_lse", attends(batch_invariant=None)),
+        ("paged_attention", attends(causal="no")),
+        ("paged_attention", attends(sliding_window=2.5)),
+        ("paged_attention", attends(scale=None)),
+        ("paged_attention", attends(query=torch.zeros(4, 4, 16, requires_grad=True))),
+        ("reshape_and_cache", writes(slots=4)),
+        ("reshape_and_cache", writes(slot_mapping=torch.zeros(3))),
+        ("reshape_and_cache", writes(slot_mapping=[0, 1, 2])),
+        ("reshape_and_cache", writes(value=CACHE[0, 0, :3])),
+        ("copy_blocks", {"kv_caches": [CACHE], "block_mapping": torch.zeros(1, 2)}),
+        ("select_keys", {"index_query": torch.zeros(4, 2, 16), "index_cache": torch.zeros(5, 8, 16), "k": 0}
+         | {name: attends()[name] for name in NAMES[2:5]}),
+    ],
+)  # fmt: skip
+def test_a_call_that_the_op_refuses_is_not_explained(op, arguments):
+    with pytest.raises((ValueError, RuntimeError)) as refused:
+        getattr(paged_ops, op)(**arguments)
+    with pytest.raises(refused.type) as not_explained:
+        paged_ops.explain(op, **arguments)
+    assert str(not_explained.value) == str(refused.value)
+
+
+def test_a_number_may_be_a_tensor():
+    call = attends(scale=torch.tensor(0.25), causal=torch.tensor(True))
+    assert paged_ops.explain("paged_attention", **call) == paged_ops.explain("paged_attention", **attends())
 
 
 def described(*options):
