@@ -121,7 +121,19 @@ def _forward_of(kind: type) -> Callable[..., Any] | None:
 
 @functools.cache
 def _invariant(kind: Any, forward: Callable[..., Any]) -> type:
-    return type(f"Invariant{kind.__name__}", (kind,), {"forward": forward})
+    return type(f"Invariant{kind.__name__}", (kind,), {"forward": forward, "__reduce__": _reduce})
+
+
+def _reduce(module: nn.Module) -> tuple[Any, ...]:
+    """For copies and pickle, which would look for the class by its name."""
+    return _uninitialised, (type(module).__base__,), module.__getstate__()
+
+
+def _uninitialised(kind: type) -> Any:
+    forward = _forward_of(kind)
+    assert forward is not None, kind
+    invariant = _invariant(kind, forward)
+    return invariant.__new__(invariant)
 
 
 # Forwards

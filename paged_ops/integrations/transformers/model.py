@@ -60,7 +60,7 @@ from paged_ops.integrations.transformers.rotary import FrozenRotary, length_depe
 from paged_ops.integrations.transformers.scoring import token_logprobs
 from paged_ops.integrations.transformers.trial import DenseRun, DifferentLogitsError, run_dense, why_different
 from paged_ops.integrations.transformers.weights import Weights
-from paged_ops.integrations.transformers.wrapping import NAME, CompiledLayer, StepCache, Wrapping, copy_of, run_layer
+from paged_ops.integrations.transformers.wrapping import NAME, CompiledLayer, CompiledRun, StepCache, Wrapping
 from paged_ops.layouts import Layout, has_row_scales
 from paged_ops.lowerings.warm_up import prepare
 from paged_ops.metadata import AttentionMetadata
@@ -393,7 +393,7 @@ class PagedCausalLM:
             kept = tuple((each.keys, each.continues) for each in keeping)
             kind = type(layer), fused, forms, kept, hasattr(layer, "paged_few_rows")
             if kind not in kinds:
-                kinds[kind] = torch.compile(copy_of(run_layer), **options)
+                kinds[kind] = CompiledRun(options)
             caches: list[int] = []
             for module, how in zip(modules, noted, strict=True):
                 self._wrapping.note(module, dataclasses.replace(how, place=len(caches)))

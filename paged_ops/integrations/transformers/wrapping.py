@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from paged_ops.integrations.transformers.few_rows import run_few_row_layer
@@ -56,7 +57,7 @@ class Wrapping:
         self._states: StateLayers | None = None
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         self._forwards: list[tuple[nn.Module, Any]] = []
-        self._compiled: list[nn.Module] = []
+        self._compiled: list[tuple[nn.Module, dict[str, Any]]] = []
         self._attributes: list[tuple[nn.Module, str, Any]] = []
         self._types: list[tuple[nn.Module, type]] = []
         model.paged_wrapping = self
@@ -94,8 +95,14 @@ class Wrapping:
         layer.forward = forward
 
     def compile(self, module: nn.Module, **options: Any) -> None:
-        self._compiled.append(module)
+        self._compiled.append((module, options))
         module.compile(**options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, whose modules torch leaves uncompiled."""
+        self.__dict__.update(state)
+        for module, options in self._compiled:
+            module.compile(**options)
 
     def note(self, module: Any, attending: Attending) -> None:
         self.attending[module] = module.paged_attending = attending
@@ -144,7 +151,7 @@ class Wrapping:
             del layer.forward
             if forward is not None:
                 layer.forward = forward
-        for module in self._compiled:
+        for module, _ in self._compiled:
             module._compiled_call_impl = None
         for parent, name, module in reversed(self._replaced):
             setattr(parent, name, module.to(self.model.device))
@@ -211,6 +218,18 @@ def run_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
 
 
-def copy_of(function: Any) -> Any:
-    """The function with code of its own: torch limits recompiles per code object."""
-    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+class CompiledRun:
+    """:func:`run_layer`, compiled for the layers of one kind; a copy compiles it anew."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        # torch limits recompiles per code object, so the function has its own code
+        code = run_layer.__code__.replace()
+        own: Any = types.FunctionType(code, run_layer.__globals__, run_layer.__name__)
+        self.run = torch.compile(own, **options)
+
+    def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.run(layer, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledRun, (self.options,)

@@ -1,5 +1,8 @@
 """``batch_invariant=True``: tokens and log-probabilities of requests have the same bits under every load."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import transformers
@@ -115,6 +118,20 @@ def test_fused_projections_and_unwrapping():
     fuse_projections(model)
     fused = PagedCausalLM(model, batch_invariant=True)
     assert torch.equal(fused.token_logprobs(PROMPTS[1]), apart)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss_of_one_layer"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda paged: pickle.loads(pickle.dumps(paged))])
+def test_copies_have_the_same_bits(name, copied):
+    model = tiny(name)
+    fuse_projections(model)
+    kinds = [type(module) for module in model.modules()]
+    paged = PagedCausalLM(model, batch_invariant=True)
+    other = copied(paged)
+    expected = paged.token_logprobs(PROMPTS[1])
+    paged.unwrap()
+    assert torch.equal(other.token_logprobs(PROMPTS[1]), expected)
+    assert [type(module) for module in other.unwrap().modules()] == kinds
 
 
 REFUSED = {

@@ -1,12 +1,14 @@
 """Tiny Hugging Face models on a paged cache give the tokens that ``model.generate()`` gives, in eager and compiled."""
 
 import copy
+import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tests.helpers.gpu import GPU
 
@@ -508,6 +510,19 @@ def test_unwrap_gives_the_model_back(compiled: bool) -> None:
     with pytest.raises(ValueError, match=r"after unwrap\(\), .*wrap it again"):
         run_step(paged)
     assert run_step(PagedCausalLM(model)) == expected("llama")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda paged: pickle.loads(pickle.dumps(paged))])
+def test_a_copy_is_compiled_too(copied: Any) -> None:
+    paged = PagedCausalLM(make_model("llama")).compile_layers(backend="eager")
+    names = [name for name, module in paged.model.named_modules() if module._compiled_call_impl]
+    other = copied(paged)
+    paged.unwrap()
+    assert names == [name for name, module in other.model.named_modules() if module._compiled_call_impl] != []
+    before = counters["stats"]["unique_graphs"]
+    assert run_step(other) == expected("llama")
+    assert counters["stats"]["unique_graphs"] - before == 3, "the layers, the rotary embedding, the last norm"
+    assert generate_by_transformers(other.unwrap()) == expected("llama")
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
