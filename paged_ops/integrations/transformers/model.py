@@ -31,7 +31,6 @@ from transformers import PreTrainedModel
 from paged_ops.cache.hybrid import HybridCache, pools_by_reach
 from paged_ops.cache.kv_cache import KVCache
 from paged_ops.cache.shard import UNSHARDED
-from paged_ops.cache.states import StateCache
 from paged_ops.checks import expect, flag, is_integer
 from paged_ops.integrations.transformers import few_rows, index_windows, indexers
 from paged_ops.integrations.transformers.all_reduce_fusion import LAST_NORMS, AllReduceReport, Watch
@@ -47,7 +46,7 @@ from paged_ops.integrations.transformers.own_attention import (
 )
 from paged_ops.integrations.transformers.probe import CacheSpec, NoArgumentsError, Probe, masks_by_type, run_probe
 from paged_ops.integrations.transformers.prompt_ranges import ranges_of_prompt
-from paged_ops.integrations.transformers.recurrent import StateLayer, StateLayers, cache_argument
+from paged_ops.integrations.transformers.recurrent import StateLayer, StateLayers, allocate_states, cache_argument
 from paged_ops.integrations.transformers.refusals import (
     expect_arguments_of_attention,
     expect_cache_of_model,
@@ -314,7 +313,8 @@ class PagedCausalLM:
                 :func:`paged_ops.blocks_within_reach` gives a sufficient number.
             keep_all: use one pool, which keeps all blocks.
             num_state_slots: if layers keep state, the number of sequences at once: at least a loop's ``max_num_seqs``.
-            num_host_state_slots: the number of swapped-out sequences; by default the same if there are host blocks.
+            num_host_state_slots: likewise, the number of swapped-out sequences; by default the same if there are host
+                blocks.
         """
         device = self.model.device
         shard = UNSHARDED if self.context is None else self.context.shard
@@ -339,15 +339,11 @@ class PagedCausalLM:
             windows, chunks = [spec.window for spec in self.layers], [spec.chunk for spec in self.layers]
             options["sliding_window"] = windows[0] if one_pool else windows
             options["attention_chunk"] = chunks[0] if one_pool else chunks
-        if self.states is not None:
-            if num_host_state_slots is None:
-                num_host_state_slots = num_state_slots if num_host_blocks else 0
-            slots = {"num_host_slots": num_host_state_slots}
-            options["states"] = StateCache(self.states.specs, num_state_slots, device=device, **slots)
-        elif keep_all or one_pool:
+        states = allocate_states(self.states, num_state_slots, num_host_state_slots, num_host_blocks, device)
+        if states is None and (keep_all or one_pool):
             expect(num_window_blocks is None, "num_window_blocks", "None, as the model has one pool", num_window_blocks)
             return KVCache(*sizes, **options)
-        return HybridCache.for_layers(*sizes, num_window_blocks=num_window_blocks, **options)
+        return HybridCache.for_layers(*sizes, num_window_blocks=num_window_blocks, states=states, **options)
 
     def check_kv_cache(self, kv_cache: KVCache | HybridCache) -> None:
         """Raise ValueError for a cache that does not fit this model's device or its layers' sizes, windows and

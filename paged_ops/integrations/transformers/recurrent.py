@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
-from paged_ops.cache.states import StateSpec
+from paged_ops.cache.states import StateCache, StateSpec
+from paged_ops.checks import at_least, expect
 from paged_ops.integrations.transformers.state_steps import LayerCache, Rows, StateKey, StepStates
 from paged_ops.metadata import AttentionMetadata
 
@@ -175,6 +176,24 @@ class StateLayers:
     def step(self, metadata: AttentionMetadata, num_tokens: int, tensors: Sequence[Tensor]) -> StepStates:
         """The value for the model's argument for the cache, for one step."""
         return StepStates.of(metadata, num_tokens, self.groups(tensors))
+
+
+def allocate_states(
+    layers: StateLayers | None,
+    num_state_slots: int,
+    num_host_state_slots: int | None,
+    num_host_blocks: int,
+    device: torch.device,
+) -> StateCache | None:
+    """The slots of a model's layers that keep state; None if there are none."""
+    if layers is None:
+        expected = "None, as no layer of the model keeps state"
+        expect(num_host_state_slots is None, "num_host_state_slots", expected, num_host_state_slots)
+        return None
+    if num_host_state_slots is None:
+        num_host_state_slots = num_state_slots if num_host_blocks else 0
+    at_least(0, num_state_slots=num_state_slots, num_host_state_slots=num_host_state_slots)
+    return StateCache(layers.specs, num_state_slots, device=device, num_host_slots=num_host_state_slots)
 
 
 class _Observed:

@@ -394,9 +394,27 @@ def test_the_argument_for_the_cache_has_each_release_s_name(name: str) -> None:
     assert layers is not None and layers.argument == name
 
 
-def test_models_without_states() -> None:
+def a_llama() -> Any:
     config = transformers.LlamaConfig(**COMMON, num_hidden_layers=1)
-    assert StateLayers.find(transformers.AutoModelForCausalLM.from_config(config)) is None
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (None, {"num_host_state_slots": 4}, "num_host_state_slots: expected None, as no layer .* keeps state, got 4"),
+        ("lfm2", {"num_host_state_slots": -1}, "num_host_state_slots: expected at least 0, got -1"),
+        ("lfm2", {"num_state_slots": "4"}, "num_state_slots: expected an integer of at least 0, got '4'"),
+    ],
+)
+def test_slots_that_are_refused(name: str | None, options: dict[str, Any], message: str) -> None:
+    model = make_model(name) if name else a_llama()
+    with pytest.raises(ValueError, match=f"^{message}"):
+        PagedCausalLM(model).allocate_kv_cache(8, **options)
+
+
+def test_models_without_states() -> None:
+    assert StateLayers.find(a_llama()) is None
 
 
 def test_state_outside_the_cache_is_refused() -> None:
