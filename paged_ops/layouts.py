@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from paged_ops.checks import at_least, describe_setting, expect, present
+from paged_ops.device import as_device
 
 
 class Layout(str, enum.Enum):
@@ -306,7 +307,7 @@ def allocate_kv_cache(
     if value_head_size == 0:
         layout, dtype = Layout.LATENT, index_dtype(dtype, kv_cache_dtype)
     with torch.inference_mode(False):  # an inference tensor cannot be written outside of inference mode
-        return kv_cache_view(layout, torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin_memory))
+        return kv_cache_view(layout, torch.zeros(shape, dtype=dtype, device=as_device(device), pin_memory=pin_memory))
 
 
 def index_dtype(dtype: torch.dtype, kv_cache_dtype: str) -> torch.dtype:
@@ -349,7 +350,7 @@ _chosen: dict[torch.device, Layout] = {}  # a device without an index: all of it
 def get_default_layout(device: torch.device | str) -> Layout:
     """The layout of new caches on a device: the one that :func:`set_default_layout` chose for the device or for its
     type, else the default of its type."""
-    device = torch.device(device)
+    device = as_device(device)
     of_type = _chosen.get(torch.device(device.type), _DEFAULTS.get(device.type, Layout.NHD))
     return _chosen.get(device, of_type)
 
@@ -363,7 +364,7 @@ def set_default_layout(layout: Layout | str | None, device: torch.device | str |
             replaces earlier choices for single ones.
     """
     chosen = None if layout is None else _layout(layout)
-    devices = [torch.device(kind) for kind in _DEFAULTS] if device is None else [torch.device(device)]
+    devices = [torch.device(kind) for kind in _DEFAULTS] if device is None else [as_device(device)]
     for each in devices:
         for known in [known for known in _chosen if each in (known, torch.device(known.type))]:
             del _chosen[known]
