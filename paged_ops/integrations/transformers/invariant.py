@@ -22,6 +22,7 @@ from transformers import activations
 
 from paged_ops.checks import expect
 from paged_ops.integrations.transformers.projections import FusedLinear, FusedPart, OverlappingLinear
+from paged_ops.integrations.transformers.subclasses import with_forward
 from paged_ops.integrations.transformers.wrapping import Wrapping
 from paged_ops.layouts import MODEL_DTYPES
 from paged_ops.lowerings.cpu.invariant import exp, tanh
@@ -121,19 +122,7 @@ def _forward_of(kind: type) -> Callable[..., Any] | None:
 
 @functools.cache
 def _invariant(kind: Any, forward: Callable[..., Any]) -> type:
-    return type(f"Invariant{kind.__name__}", (kind,), {"forward": forward, "__reduce__": _reduce})
-
-
-def _reduce(module: nn.Module) -> tuple[Any, ...]:
-    """For copies and pickle, which would look for the class by its name."""
-    return _uninitialised, (type(module).__base__,), module.__getstate__()
-
-
-def _uninitialised(kind: type) -> Any:
-    forward = _forward_of(kind)
-    assert forward is not None, kind
-    invariant = _invariant(kind, forward)
-    return invariant.__new__(invariant)
+    return with_forward("Invariant", forward, _invariant, kind, forward)
 
 
 # Forwards

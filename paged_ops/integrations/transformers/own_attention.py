@@ -28,6 +28,7 @@ from transformers.masking_utils import causal_mask_function
 from paged_ops.integrations.transformers.attention_function import attention
 from paged_ops.integrations.transformers.probe import NoArgumentsError, Probe, request_mask
 from paged_ops.integrations.transformers.recurrent import cache_argument
+from paged_ops.integrations.transformers.subclasses import with_forward
 from paged_ops.integrations.transformers.wrapping import UNDO, StepCache, Wrapping
 
 
@@ -114,7 +115,7 @@ def replace_attention(wrapping: Wrapping, model: Any) -> None:
 
 @functools.cache
 def _paged(kind: Any, name: str) -> type:
-    return type(f"Paged{name}", (kind,), {"forward": _FAMILIES[name][0]})
+    return with_forward("Paged", _FAMILIES[name][0], _paged, kind, name)
 
 
 def _slopes(model: Any, module: Any, name: str) -> Tensor | None:
@@ -156,4 +157,4 @@ def _carrying(kind: Any, argument: str) -> type:
             kwargs.update({argument: None, "kv_caches": step.kv_caches, "attention_metadata": step.metadata})
         return kind.forward(self, *args, **kwargs)
 
-    return type(f"Paged{kind.__name__}", (kind,), {"forward": forward})
+    return with_forward("Paged", forward, _carrying, kind, argument)

@@ -13,6 +13,7 @@ Letters: T tokens of the batch, S sequences, n sequences of one call, R rows of 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLa
 from paged_ops.cache.states import StateCache, StateSpec
 from paged_ops.checks import at_least, expect
 from paged_ops.integrations.transformers.state_steps import LayerCache, Rows, StateKey, StepStates
+from paged_ops.integrations.transformers.subclasses import with_forward
 from paged_ops.metadata import AttentionMetadata
 
 _NUM_OBSERVED = 11  # tokens of the observed run: a number that is unlikely to equal another size
@@ -57,20 +59,26 @@ class StateLayer:
         self.keys, self.specs = tuple(keys), tuple(specs)
         self.index = self.position = 0
         self.continues = False
-        self.forward: Callable[..., Any] = module.forward
+        self._kind: Any = type(module)
+        self._replaced: Callable[..., Any] | None = vars(module).get("forward")
 
     def install(self) -> None:
-        """Become the module's forward: an attribute of the instance, which has precedence over its class."""
-
-        def forward(*args: Any, **kwargs: Any) -> Any:  # a plain function: dynamo identifies it by its code
-            return self(*args, **kwargs)
-
-        self.module.__dict__["forward"] = forward
+        """Become the module's forward."""
+        vars(self.module).pop("forward", None)
+        self.module.__class__ = _keeping_state(self._kind)
+        vars(self.module)["paged_state"] = self
 
     def remove(self) -> None:
-        del self.module.__dict__["forward"]
-        if getattr(self.forward, "__func__", None) is not type(self.module).forward:
-            self.module.__dict__["forward"] = self.forward
+        del self.module.paged_state
+        self.module.__class__ = self._kind
+        if self._replaced is not None:
+            self.module.__dict__["forward"] = self._replaced
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        if self._replaced is not None:
+            return self._replaced(*args, **kwargs)
+        return self._kind.forward(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step = next((each for each in (*args, *kwargs.values()) if isinstance(each, StepStates)), None)
@@ -114,6 +122,15 @@ class StateLayer:
         for key, tensor in zip(self.keys, tensors, strict=True):
             tensor.index_copy_(0, rows.write, cache.state(key))
         return out
+
+
+@functools.cache
+def _keeping_state(kind: Any) -> type:
+    return with_forward("Paged", _forward, _keeping_state, kind)
+
+
+def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module.paged_state(*args, **kwargs)
 
 
 class StateLayers:

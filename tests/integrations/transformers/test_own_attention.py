@@ -1,5 +1,7 @@
 """Families whose attention is code of their own."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -52,6 +54,18 @@ def test_a_wrapped_model_is_run_by_steps_alone_and_unwrapped_is_as_before(family
     assert [type(module) for module in model.modules()] == kinds
     assert torch.equal(model(ids).logits, before)
     assert not any("paged_slopes" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["bloom", "nemotron"])
+def test_a_copy_that_was_pickled(family):
+    paged = PagedCausalLM(make_model(family))
+    copied = pickle.loads(pickle.dumps(paged))
+    tokens = tokens_of(paged)
+    with torch.no_grad():
+        for parameter in paged.model.parameters():
+            parameter.zero_()
+    assert tokens_of(copied) == tokens
+    assert by_transformers(copied.unwrap()) == tokens
 
 
 def test_the_length_of_mpt():

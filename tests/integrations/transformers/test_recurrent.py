@@ -1,7 +1,9 @@
 """Layers of transformers that keep state instead of keys, in ragged steps: tokens against its own generate()."""
 
 import contextlib
+import copy
 import functools
+import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -377,7 +379,8 @@ def test_the_module_is_its_own_for_other_caches() -> None:
     layers.install()
     assert generate(model)[0] == expected("qwen3_next")
     layers.remove()
-    assert "forward" not in layers.layers[0].module.__dict__
+    module = layers.layers[0].module
+    assert "forward" not in module.__dict__ and not type(module).__name__.startswith("Paged")
 
 
 @pytest.mark.parametrize("name", ["cache", "cache_params", "past_key_values"])
@@ -397,6 +400,19 @@ def test_the_argument_for_the_cache_has_each_release_s_name(name: str) -> None:
 def a_llama() -> Any:
     config = transformers.LlamaConfig(**COMMON, num_hidden_layers=1)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda paged: pickle.loads(pickle.dumps(paged))])
+def test_a_copy_has_its_own_modules(copied: Any) -> None:
+    paged = PagedCausalLM(make_model("lfm2"))
+    other = copied(paged)
+    with torch.no_grad():
+        for parameter in paged.model.parameters():
+            parameter.zero_()
+    paged.unwrap()
+    loop = GenerationLoop(other, other.allocate_kv_cache(100, B, num_state_slots=8), max_num_seqs=8)
+    assert [list(output) for output in loop.generate(prompts(), GREEDY)] == expected("lfm2")
+    assert generate(other.unwrap())[0] == expected("lfm2")
 
 
 @pytest.mark.parametrize(
