@@ -196,7 +196,7 @@ def conflicts(features: Mapping[str, Any]) -> list[str]:
         reasons.append(f"selected_block_size: expected 1 without selected_keys, got {features['selected_block_size']}")
     dtype, cache_dtype = features.get("dtype"), features.get("cache_dtype")
     if dtype is not None and dtype not in MODEL_DTYPES:
-        reasons.append(f"dtype: expected float32, float16 or bfloat16, got {dtype}")
+        reasons.append(f"dtype: expected float32, float16 or bfloat16, got {checks.describe_setting(dtype)}")
     if cache_dtype in MODEL_DTYPES and dtype is not None and cache_dtype != dtype:
         reasons.append(f"cache_dtype: expected the model's {dtype} or fp8, got {cache_dtype}")
     fp8 = cache_dtype in FP8_DTYPES or features.get("kv_cache_dtype", "auto") != "auto"

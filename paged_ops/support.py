@@ -161,7 +161,7 @@ def _refusals(op: str, features: Mapping[str, Any]) -> list[str]:
             check(expect, features[name] in (True, False), name, "True or False", describe_setting(features[name]))
     named, stored = features.get("kv_cache_dtype", "auto"), features.get("cache_dtype")
     if not has_row_scales(named) and (stored is not None or named != "auto"):  # of rows with scales conflicts() says it
-        check(dtype_of_elements, stored or torch.uint8, named, "cache_dtype", stored)
+        check(dtype_of_elements, stored or torch.uint8, named, "cache_dtype", describe_setting(stored))
     soft_cap = features.get("soft_cap", 0.0)
     if isinstance(soft_cap, Real):
         check(check_soft_cap, float(soft_cap))

@@ -485,6 +485,9 @@ SUPPORT = [
 
 
 REFUSED_VALUES = [
+    ("paged_attention", {"dtype": "float16"}, "dtype: expected float32, float16 or bfloat16, got 'float16'"),
+    ("paged_attention", {"cache_dtype": "fp8", "kv_cache_dtype": "fp8"}, "cache_dtype: expected uint8 or"
+     " torch.float8_e4m3fn (kv_cache_dtype='fp8'), got 'fp8'"),
     ("paged_attention", {"kv_cache_dtype": "int8"}, "kv_cache_dtype: expected one of"),
     ("reshape_and_cache", {"cache_dtype": torch.int8}, "cache_dtype: expected float32, float16, bfloat16 or float8"),
     ("gather_kv", {"cache_dtype": torch.uint8}, "cache_dtype: expected float32, float16, bfloat16 or float8 (uint8 needs"),
