@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -16,7 +17,7 @@ from paged_ops.cache.shard import UNSHARDED
 from paged_ops.checks import expect
 from paged_ops.integrations.transformers.probe import Probe
 from paged_ops.integrations.transformers.recurrent import StateLayers
-from paged_ops.layouts import Layout
+from paged_ops.layouts import Layout, has_row_scales
 
 _OF_INDEXERS = ("indexed_attention", "minimax_m3_sparse")
 _OTHER_ATTENTION = (*_OF_INDEXERS, "compressed_attention", "heavily_compressed_attention")
@@ -140,6 +141,8 @@ def expect_cache_of_model(paged: Any, kv_cache: KVCache | HybridCache) -> None:
     places = [given[:layer].count(pool) for layer, pool in enumerate(given)]
     for layer, (pool_index, place, spec) in enumerate(zip(given, places, paged.layers, strict=True)):
         pool: Any = kv_cache.pools[pool_index]
+        named = pool.dtype != torch.uint8 or has_row_scales(pool.kv_cache_dtype)
+        expect(named, "kv_cache", "a float8 dtype, such as torch.float8_e4m3fn, for a cache in fp8", pool.dtype)
         sizes = pool.num_kv_heads[place], pool.head_size[place], pool.value_head_size[place]
         if sizes != spec[:3]:
             raise ValueError(

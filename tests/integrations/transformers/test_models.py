@@ -368,6 +368,13 @@ def test_a_cache_is_on_the_device_of_the_model() -> None:
         paged.check_kv_cache(KVCache(*sizes, device="meta"))
 
 
+def test_a_cache_in_fp8_has_a_dtype_of_fp8() -> None:
+    paged = PagedCausalLM(make_model("llama"))
+    kv_cache = paged.allocate_kv_cache(8, dtype=torch.uint8, kv_cache_dtype="fp8")
+    with pytest.raises(ValueError, match=r"kv_cache: expected a float8 dtype, .* in fp8, got torch.uint8"):
+        GenerationLoop(paged, kv_cache)
+
+
 def masked(make_mask: Any) -> Any:
     """A Llama that asks for the mask that ``make_mask(**arguments)`` gives."""
     from transformers.models.llama import modeling_llama
