@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import activations
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from paged_ops.checks import expect
 from paged_ops.integrations.transformers.projections import FusedLinear, FusedPart, OverlappingLinear
@@ -60,28 +61,17 @@ def expect_known(model: nn.Module) -> None:
     expect(fits, "batch_invariant", f"a model with weights of one dtype of {MODEL_DTYPES}", dtypes)
 
 
-def replace_layers(wrapping: Wrapping, model: Any) -> float:
-    """Let the layers of a known model compute invariantly. Returns the soft cap of its logits, which it no longer
-    applies; 0 if there is none."""
+def replace_layers(wrapping: Wrapping, model: Any) -> None:
+    """Let the layers of a known model compute invariantly, and the soft cap of its logits."""
     for module in model.modules():
         if isinstance(module, FusedLinear):
             wrapping.set_attribute(module, "matmul", invariant_linear)
         elif (forward := _forward_of(type(module))) is not None:
             kind: Any = type(module)
             wrapping.retype(module, _invariant(kind, forward))
-    soft_cap = getattr(model.config, _SOFT_CAP, None)
-    if soft_cap:
-        wrapping.set_attribute(model.config, _SOFT_CAP, None)
-    return float(soft_cap or 0.0)
-
-
-def capped(logits: Tensor, soft_cap: float) -> Tensor:
-    """The model's logits after its soft cap."""
-    if not soft_cap:
-        return logits
-    scaled = logits / soft_cap
-    on_cpu = scaled.device.type == "cpu"
-    return (tanh(scaled.float()).to(scaled.dtype) if on_cpu else torch.tanh(scaled)) * soft_cap
+    if getattr(model.config, _SOFT_CAP, None):
+        of_model: Any = type(model)
+        wrapping.retype(model, _capped(of_model))
 
 
 def _is_known(module: nn.Module) -> bool:
@@ -125,7 +115,24 @@ def _invariant(kind: Any, forward: Callable[..., Any]) -> type:
     return with_forward("Invariant", forward, _invariant, kind, forward)
 
 
+@functools.cache
+def _capped(kind: Any) -> type:
+    return with_forward("", _capped_logits, _capped, kind)  # its name is saved with the model
+
+
 # Forwards
+
+
+def _capped_logits(
+    module: Any, input_ids: Tensor, *, position_ids: Any = None, logits_to_keep: Any = slice(None), **inputs: Any
+) -> CausalLMOutputWithPast:
+    hidden = module.model(input_ids, position_ids=position_ids, **inputs).last_hidden_state
+    logits = module.lm_head(hidden[:, logits_to_keep])
+    soft_cap = getattr(module.config, _SOFT_CAP)
+    scaled = logits / soft_cap
+    on_cpu = scaled.device.type == "cpu"
+    bounded = tanh(scaled.float()).to(scaled.dtype) if on_cpu else torch.tanh(scaled)
+    return CausalLMOutputWithPast(logits=bounded * soft_cap)
 
 
 def _linear(module: Any, x: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from paged_ops.integrations.transformers import few_rows, index_windows, indexer
 from paged_ops.integrations.transformers.all_reduce_fusion import LAST_NORMS, AllReduceReport, Watch
 from paged_ops.integrations.transformers.attention_function import PROBE
 from paged_ops.integrations.transformers.generation_config import GenerationFields
-from paged_ops.integrations.transformers.invariant import capped, expect_known, replace_layers
+from paged_ops.integrations.transformers.invariant import expect_known, replace_layers
 from paged_ops.integrations.transformers.latent import as_they_are, latent_modules
 from paged_ops.integrations.transformers.own_attention import (
     carry_step,
@@ -138,7 +138,7 @@ class PagedCausalLM:
         most = None if limit is None else int(limit * max((stretch(rotary) for *_, rotary in freezes), default=1.0))
         fits = max_model_len is None or (is_integer(max_model_len, 1) and max_model_len <= (most or max_model_len))
         expect(fits, "max_model_len", f"1 to {most}, the model's positions", max_model_len)
-        self.model, self._soft_cap = model, 0.0
+        self.model = model
         self.max_model_len: int | None = limit if max_model_len is None else int(max_model_len)
         forward = inspect.signature(model.forward).parameters
         self._takes_rows, self._takes_positions = "logits_to_keep" in forward, "position_ids" in forward
@@ -221,7 +221,7 @@ class PagedCausalLM:
         if self.states is not None:
             self._wrapping.keep_states(self.states)
         if self.batch_invariant:
-            self._soft_cap = replace_layers(self._wrapping, model)
+            replace_layers(self._wrapping, model)
         self._wrapping.set_implementation(PROBE)
         for module in latent_modules(model) if latent else ():
             self._wrapping.set_attribute(module, "expand_kv", as_they_are)
@@ -483,7 +483,7 @@ class PagedCausalLM:
         elif self._takes_more:
             arguments.update(kv_caches=kv_caches, attention_metadata=metadata)
         logits = self.model(input_ids=input_ids[None], use_cache=False, **arguments).logits[0]
-        return capped(logits if self._takes_rows else logits[last_rows], self._soft_cap)
+        return logits if self._takes_rows else logits[last_rows]
 
 
 def _position_limit(model: Any) -> int | None:

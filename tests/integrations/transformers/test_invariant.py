@@ -134,6 +134,16 @@ def test_copies_have_the_same_bits(name, copied):
     assert [type(module) for module in other.unwrap().modules()] == kinds
 
 
+def test_a_wrapped_model_is_saved_as_it_was(tmp_path):
+    model = tiny("gemma2")
+    PagedCausalLM(model, batch_invariant=True)
+    with pytest.raises(ValueError, match=r"attention_metadata: expected one.*unwrap\(\)"):
+        model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=2)
+    model.save_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert saved.config.final_logit_softcapping == 30.0 and saved.config.architectures == ["Gemma2ForCausalLM"]
+
+
 REFUSED = {
     "MambaMixer": lambda: transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1),
     "Phi3Attention": lambda: transformers.Phi3Config(**{**SMALL, "head_dim": 16}),
