@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paged_ops.checks import at_least, describe_setting, expect, present
+from paged_ops.checks import at_least, describe_setting, expect, integers, present
 from paged_ops.device import as_device
 
 
@@ -374,6 +374,7 @@ def set_default_layout(layout: Layout | str | None, device: torch.device | str |
 
 def preferred_tpu_block_size(max_model_len: int) -> int:
     """Tokens per block that suit a TPU: ``max_model_len`` rounded up to a power of two, over 16, within 16..256."""
+    (max_model_len,) = integers(1, max_model_len=max_model_len)
     return min(max(_next_power_of_two(max_model_len) // 16, 16), 256)
 
 
@@ -382,6 +383,7 @@ def min_tpu_block_size(max_model_len: int, max_num_seqs: int) -> int:
 
     The power of two at or above ``max_model_len / (1 MiB / 2 / max_num_seqs / 4)``.
     """
+    max_model_len, max_num_seqs = integers(1, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
     blocks_per_seq = max(1, (1 << 20) // 2 // max_num_seqs // 4)
     return _next_power_of_two(-(-max_model_len // blocks_per_seq))
 

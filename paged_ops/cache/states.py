@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -75,6 +75,9 @@ class StateCache:
         device: torch.device | str = "cpu",
         num_host_slots: int = 0,
     ) -> None:
+        given: Any = specs
+        listed = isinstance(given, Sequence) and all(isinstance(each, StateSpec) for each in given)
+        expect(listed, "specs", "a list of StateSpec", given)
         expect(len(specs) >= 1, "specs", "one or more", len(specs))
         at_least(0, num_slots=num_slots, num_host_slots=num_host_slots)
         self.specs = tuple(specs)

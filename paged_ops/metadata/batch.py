@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from paged_ops.checks import at_least, expect
+from paged_ops.checks import at_least, expect, present
 from paged_ops.layouts import paged_kv
 from paged_ops.metadata.bidirectional import Ranges, ranges_of_requests
 
@@ -195,6 +195,7 @@ def make_local_attention_virtual_batches(
     if len(too_short):
         s = int(too_short[0])
         expect(False, "seq_lens", f"at least the {int(q[s])} query tokens of request {s}", int(kv[s]))
+    present("block_tables", block_tables)
     expect(block_tables.dim() == 2 and len(block_tables) >= n, "block_tables", f"[S >= {n}, M]", block_tables)
     width, columns = blocks_for(largest(kv), block_size), block_tables.shape[1]
     expect(columns >= width, "block_tables", f"{width} columns for sequences of up to {largest(kv)} tokens", columns)

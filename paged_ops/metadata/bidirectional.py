@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paged_ops.checks import expect
+from paged_ops.checks import expect, is_integer
 
 Ranges = Sequence[Sequence[Sequence[int]]] | Tensor
 
@@ -28,6 +28,7 @@ def ranges_of_requests(ranges: Ranges) -> Tensor:
     for row, pairs in zip(table, ranges, strict=True):
         for place, pair in zip(row, pairs, strict=False):
             expect(len(pair) == 2, name, "pairs (start, end)", pair)
+            expect(all(map(is_integer, pair)), name, "pairs (start, end) of integers", pair)
             place.copy_(torch.tensor(pair, dtype=torch.int64, device="cpu"))
     return table
 

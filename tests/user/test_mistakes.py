@@ -17,6 +17,7 @@ from paged_ops import HybridCache, KVCache, StateCache
 from paged_ops.cache.states import StateSpec
 from paged_ops.generation import GenerationLoop, SamplingParams
 from paged_ops.graphs import DecodeGraphs
+from paged_ops.layouts import min_tpu_block_size, preferred_tpu_block_size
 from paged_ops.metadata import make_local_attention_virtual_batches, swaps_to_split_decodes_and_prefills
 from tests.generation.toy import EXPECTED, GREEDY, PROMPTS, B, D, K, make_loop, toy_step
 
@@ -77,6 +78,18 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (lambda: paged_ops.Batch([1], [2], [0]), r"block_ids: expected a list of blocks for each request, got \[0\]"),
     (lambda: paged_ops.Batch([1], ["a"], [[0]]), r"num_computed_tokens: expected integers, got \['a'\]"),
     (lambda: paged_ops.Batch(None, [2], [[0]]), "query_lens: expected integers, got None"),
+    (lambda: StateCache([((3, 4), torch.float32)], 2), r"specs: expected a list of StateSpec, got \[\(\(3, 4\)"),
+    (lambda: StateCache(SPECS[0], 2), r"specs: expected a list of StateSpec, got StateSpec\("),
+    (lambda: preferred_tpu_block_size("4096"), "max_model_len: expected an integer of at least 1, got '4096'"),
+    (lambda: min_tpu_block_size(4096, 0), "max_num_seqs: expected at least 1, got 0"),
+    (
+        lambda: make_local_attention_virtual_batches(4, [4], [6], [[0, 1, 2]], 2),
+        r"block_tables: expected a tensor, got \[\[0, 1, 2\]\]",
+    ),
+    (
+        lambda: paged_ops.Batch([1], [2], [[0]], bidirectional_ranges=[[(0.5, 2)]]),
+        r"bidirectional_ranges: expected pairs \(start, end\) of integers, got \(0.5, 2\)",
+    ),
     (lambda: StateCache(SPECS, "2"), "num_slots: expected an integer of at least 0, got '2'"),
     (lambda: a_builder(4, 2.0, 16, 4), "max_num_seqs: expected an integer of at least 1, got 2.0"),
     (lambda: a_builder(4, 2, 16, "4"), "max_blocks_per_seq: expected an integer of at least 1, got '4'"),
@@ -157,6 +170,10 @@ def test_integers_may_be_of_numpy() -> None:
     tables = torch.arange(30).view(3, 10)
     local = make_local_attention_virtual_batches(numpy.int64(4), *lens, tables, two)
     assert local.query_lens.tolist() == [2, 2, 1, 4, 4, 1, 4, 1]
+    assert preferred_tpu_block_size(numpy.int64(4096)) == 256 and min_tpu_block_size(numpy.int64(4096), two) == 1
+    assert (
+        paged_ops.Batch([1], [2], [[0]], bidirectional_ranges=[numpy.array([[0, 3]])]).bidirectional_ranges is not None
+    )
     pattern = numpy.array(paged_ops.BlockSparse(16, 1, 2))
     assert not paged_ops.supports("paged_attention", "cpu", block_sparse=pattern, block_size=two)
     reasons = paged_ops.supports("paged_attention", "cpu", causal=numpy.False_, sliding_window=two)
