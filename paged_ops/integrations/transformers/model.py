@@ -77,7 +77,9 @@ class PagedCausalLM:
     Sets the model's attention to ``"paged_ops"``, in place; until :meth:`unwrap`, ``model.generate`` raises an error.
     Wrapping runs a few tokens, eagerly and paged, to detect the caches and masks that the model needs; both runs must
     give the same logits. Compiled experts synchronise with the device unless they are bfloat16, so they cannot be
-    captured in a graph; after ``model.set_experts_implementation("batched_mm")`` they do not.
+    captured in a graph; after ``model.set_experts_implementation("batched_mm")`` they do not. ``copy.deepcopy`` and
+    pickle give an independent model, which compiles its layers again. Not if it is sharded, or on a Hopper GPU after
+    ``use_overlapping_products``: unwrap it first.
 
     Args:
         model: in evaluation mode, on its device.
