@@ -2,8 +2,7 @@
 
 A provider is a class with a name, reasons why it does not serve a case, and ``prepare``, which makes one call per set
 of inputs. Plans, masks, and other layouts of the same data are made there, and are not timed.
-To add a provider, write such a class and add it to ``PROVIDERS``. Longer than 500 lines: one class per implementation,
-which share the helpers.
+To add a provider, write such a class and add it to ``PROVIDERS``.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import paged_ops
 from paged_ops.bench.cases import Case, Inputs
+from paged_ops.bench.providers_of_torch import DenseSDPA, Flex, VarlenAttn
 from paged_ops.layouts import Layout, has_row_scales
 from paged_ops.support import supports
 
@@ -449,108 +448,7 @@ class VllmCpu:
         return call
 
 
-class Flex:
-    """FlexAttention, compiled, with torch's PagedAttention over pages of its own size."""
-
-    name = "FlexAttention"
-    distribution = "torch"
-    PAGE = 128
-
-    def reasons_against(self, case: Case, device: torch.device) -> list[str]:
-        reasons = []
-        if device.type != "cuda":
-            reasons.append("compared on cuda")
-        if len({q_len for q_len, _ in case.seqs}) > 1:
-            reasons.append("queries of one length")
-        if case.stored.itemsize == 1:
-            reasons.append("no fp8 cache")
-        if case.captured_len is not None:
-            reasons.append("a mask is made for fixed lengths")
-        if case.value_head_size is not None or case.head_size & (case.head_size - 1):
-            reasons.append("head size: a power of two")
-        if (case.num_heads // case.num_kv_heads) & (case.num_heads // case.num_kv_heads - 1):
-            reasons.append("group: a power of two")
-        return reasons
-
-    def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        torch._dynamo.reset()
-        compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-        return [self._prepare(each, compiled) for each in sets]
-
-    def _prepare(self, inputs: Inputs, compiled: Callable[..., Any]) -> Callable[[], Tensor]:
-        from torch.nn.attention.experimental._paged_attention import PagedAttention
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        case, device = inputs.case, inputs.query.device
-        S, q_len = len(case.seqs), case.seqs[0][0]
-        longest = max(seq_len for _, seq_len in case.seqs)
-        pages = sum(-(-seq_len // self.PAGE) for _, seq_len in case.seqs)
-        paged = PagedAttention(pages, self.PAGE, S, device=str(device))
-        paged.empty_pages = torch.randperm(pages).tolist()
-        shape = (1, case.num_kv_heads, pages * self.PAGE, case.head_size)
-        key, value = (torch.zeros(shape, dtype=case.dtype, device=device) for _ in range(2))
-        for s, (_, seq_len) in enumerate(case.seqs):
-            row = torch.tensor([s], device=device)
-            paged.reserve(torch.tensor(s, device=device), torch.tensor(seq_len, device=device))
-            k, v = inputs.sequence(s).transpose(1, 2)[:, None]  # [1, K, n, D] each
-            paged.assign(row, torch.arange(seq_len, device=device)[None], k, v, key, value)
-        first = inputs.seq_lens - q_len  # the position of a sequence's first query
-
-        def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            return kv <= first[b] + q
-
-        mask = create_block_mask(causal, S, None, q_len, longest, device=str(device), BLOCK_SIZE=self.PAGE)
-        mask = paged.convert_logical_block_mask(mask, kv_len=inputs.seq_lens)
-        query = inputs.query.view(S, q_len, case.num_heads, case.head_size).transpose(1, 2)
-
-        def call() -> Tensor:
-            out = compiled(query, key, value, block_mask=mask, scale=inputs.scale, enable_gqa=True)
-            return out.transpose(1, 2)
-
-        return call
-
-
-class DenseSDPA:
-    """``scaled_dot_product_attention`` over dense keys and values: paging should not be slower."""
-
-    name = "SDPA dense"
-    distribution = "torch"
-
-    def reasons_against(self, case: Case, device: torch.device) -> list[str]:
-        reasons = []
-        if len(set(case.seqs)) > 1:
-            reasons.append("sequences of one shape")
-        if case.seqs[0][0] not in (1, case.seqs[0][1]):
-            reasons.append("one query per sequence, or equally many queries and keys")
-        if case.stored.itemsize == 1:
-            reasons.append("no fp8")
-        if case.value_head_size is not None:
-            reasons.append("keys and values of one size, not shared")
-        if case.captured_len is not None:
-            reasons.append("lengths are shapes")
-        return reasons
-
-    def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
-        return [self._prepare(each) for each in sets]
-
-    def _prepare(self, inputs: Inputs) -> Callable[[], Tensor]:
-        case = inputs.case
-        S, q_len = len(case.seqs), case.seqs[0][0]
-        kv = torch.stack([inputs.sequence(s) for s in range(S)]).permute(1, 0, 3, 2, 4).contiguous()  # [2, S, K, n, D]
-        query = inputs.query.view(S, q_len, case.num_heads, case.head_size).transpose(1, 2)
-
-        def call() -> Tensor:
-            out = F.scaled_dot_product_attention(
-                query, kv[0], kv[1], is_causal=q_len > 1, scale=inputs.scale, enable_gqa=True
-            )
-            return out.transpose(1, 2)
-
-        return call
-
-
-PROVIDERS: dict[str, Provider] = {
-    each.name: each
-    for each in (PagedOps(), FlashAttention3(), FlashInfer(), FlashMLA(), VllmTriton(), VllmCpu(), Flex(), DenseSDPA())
-}
+OURS = PagedOps()
+PEERS: tuple[Provider, ...] = FlashAttention3(), FlashInfer(), FlashMLA(), VllmTriton(), VllmCpu()
+OF_TORCH: tuple[Provider, ...] = VarlenAttn(), Flex(), DenseSDPA()
+PROVIDERS: dict[str, Provider] = {each.name: each for each in (OURS, *PEERS, *OF_TORCH)}

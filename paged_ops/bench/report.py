@@ -17,8 +17,8 @@ OURS = "paged_ops"
 PEERS = ("FlashAttention-3", "FlashInfer", "FlashMLA", "vLLM Triton")  # whose versions are printed
 SHOWN = {"heads": "32/8", "block_size": 16}  # the cases of the plot
 DENSE = "SDPA dense"  # has no blocks, so it is not a peer
-COLOURS = ("#d1495b", "#3d7ea6", "#6a994e", "#5c677d", "#3f3f74", "#b08ea2", "#e3a857")
-COLOUR_OF = dict(zip((OURS, *PEERS, "FlexAttention", DENSE), COLOURS, strict=True))
+COLOURS = ("#d1495b", "#3d7ea6", "#6a994e", "#5c677d", "#3f3f74", "#b08ea2", "#7f5539", "#e3a857")
+COLOUR_OF = dict(zip((OURS, *PEERS, "FlexAttention", "varlen_attn", DENSE), COLOURS, strict=True))
 # The table of README: description, group, heads, case.
 SUMMARY = (
     ("decode, 64 sequences of 4096 tokens", "decode", "32/8", "64x4096"),

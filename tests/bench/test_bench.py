@@ -1,6 +1,7 @@
 """``paged-ops bench`` and ``tune``: inputs, verification, records, tables, the descent; times only in passing."""
 
 import dataclasses
+import inspect
 import itertools
 import json
 import math
@@ -24,6 +25,7 @@ from paged_ops.bench.providers import (
     FlashMLA,
     Flex,
     PagedOps,
+    VarlenAttn,
     VllmCpu,
     VllmTriton,
 )
@@ -141,6 +143,51 @@ def test_providers_are_right(provider):
     assert measured["us"] == pytest.approx(sum(measured["us_twice"]) / 2, abs=0.02)
     assert measured["floor_us"] == pytest.approx(SQUARE.bytes / 1e9 * 1e6, rel=1e-3)
     assert measured["percent"] == pytest.approx(100 * measured["floor_us"] / measured["us"], rel=0.01, abs=0.06)
+
+
+def test_varlen_attn_gets_the_cache_the_block_table_and_the_lengths(monkeypatch):
+    """Its kernels run on GPUs. Here its arguments, bound to torch's signature, give the right result."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch 2.10")
+    signature = inspect.signature(varlen.varlen_attn)
+    if "block_table" not in signature.parameters:
+        pytest.skip("torch 2.12")
+
+    def attend(*args, **kwargs):
+        given = signature.bind(*args, **kwargs).arguments
+        assert given["cu_seq_k"] is None and given["enable_gqa"] and given["window_size"] == (-1, 0)
+        assert (given["max_q"], given["max_k"]) == (16, 33)
+        names = "query", "key", "block_table", "seqused_k", "cu_seq_q", "scale"
+        return paged_ops.paged_attention(*(given[name] for name in names), value_cache=given["value"])
+
+    monkeypatch.setattr(varlen, "varlen_attn", attend)
+    sets = sets_of(RAGGED)
+    assert measure.measure(VarlenAttn().prepare(sets), sets, CEILINGS, repeats=1)["error"] < 1e-6
+
+
+def test_what_varlen_attn_serves(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch, "__version__", "2.15.0+cu130")
+    gpu, served = torch.device("cuda"), dataclasses.replace(RAGGED, dtype=torch.bfloat16, head_size=128)
+    assert VarlenAttn().reasons_against(served, gpu) == []
+    for changes, reason in [
+        ({"head_size": 256}, "head size: up to 128"),
+        ({"block_size": 48}, "block size: a power of two"),
+        ({"cache_dtype": cases.FP8}, "float16 or bfloat16, also in the cache"),
+    ]:
+        assert VarlenAttn().reasons_against(dataclasses.replace(served, **changes), gpu) == [reason]
+    monkeypatch.setattr(torch, "__version__", "2.14.1")
+    assert VarlenAttn().reasons_against(served, gpu) == ["torch 2.15 or newer"]
+    assert "runs on Hopper" in VarlenAttn().reasons_against(served, CPU)
+
+
+def test_dense_sdpa_may_take_cudnn():
+    with_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        DenseSDPA().prepare(sets_of(SQUARE))
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(with_cudnn)
 
 
 @pytest.mark.slow
@@ -556,6 +603,7 @@ def test_providers_are_found_by_name():
         "FlashMLA",
         "vLLM Triton",
         "vLLM CPU",
+        "varlen_attn",
         "FlexAttention",
         "SDPA dense",
     ]
