@@ -91,7 +91,7 @@ def block_indexed() -> Any:
     """An indexer that selects blocks of keys in one of two layers."""
     import transformers
 
-    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, vocab_size=V, head_dim=128)
+    sizes = dict(hidden_size=256, dense_intermediate_size=256, num_hidden_layers=2, vocab_size=V, head_dim=128)
     heads = dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=4096)
     index = dict(index_n_heads=2, index_head_dim=128, index_block_size=128, index_topk_blocks=2)
     kinds = dict(layer_types=["full_attention", "minimax_m3_sparse"], mlp_layer_types=["dense", "dense"])
