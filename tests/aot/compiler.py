@@ -214,6 +214,7 @@ def unset_registers(listed: list[tuple[str, list[str], str]]) -> list[str]:
     empty: set[str] = set()  # other registers with a copy of one without
     unset = []
     for name, operands, instruction in listed:
+        operands = without_predicate(name, operands)
         uniform = [f"UR{number}" for number in uniform_written(name, operands)]
         sources = " ".join(each for each in operands[bool(uniform) :] if "desc[" not in each)
         missing = [each for each in re.findall(r"\bUR\d+\b", sources) if each not in known]
@@ -234,8 +235,14 @@ def copies(name: str, operands: list[str]) -> bool:
     return name in ("MOV", "UMOV", "R2UR") or (name.startswith("IMAD.") and operands[1:3] == ["RZ", "RZ"])
 
 
+def without_predicate(name: str, operands: list[str]) -> list[str]:
+    """The operands of an instruction but for the predicate that ULOP3 may write before its register."""
+    return operands[1:] if name.startswith("ULOP3") and operands[0].startswith("UP") else operands
+
+
 def uniform_written(name: str, operands: list[str]) -> range:
     """The numbers of the uniform registers that an instruction writes."""
+    operands = without_predicate(name, operands)
     first = re.fullmatch(r"UR(\d+)", operands[0]) if name.startswith(WRITES_UNIFORM) else None
     width = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
     return range(int(first[1]), int(first[1]) + width) if first else range(0)

@@ -82,6 +82,8 @@ def test_registers_that_nothing_has_set_are_found():
     for code, found in [
         (("UMOV UR5, 0x4", "UIADD3 UR6, UR5, 0x2, URZ"), []), (("UIADD3 UR6, UR5, 0x2, URZ",), [0]),
         (("ULDC.64 UR4, c[0x0][0x210]", "IADD3 R2, R3, UR5, RZ"), []), (("IADD3 R2, R3, UR5, RZ",), [0]),
+        (("R2UR UR4, R2", "ULOP3.LUT UP0, UR6, UR4, 0x2, URZ, 0xc0, !UPT", "IADD3 R2, R3, UR6, RZ"), []),
+        (("ULOP3.LUT UP0, UR6, UR4, 0x2, URZ, 0xc0, !UPT",), [0]),
         ((*save, *restore, "UMOV UR7, 0x1", "UIADD3 UR6, UR7, 0x2, URZ"), []),
         ((*save, *restore, "UIADD3 UR6, UR7, 0x2, URZ"), [4]), ((*save, "IADD3 R2, R9, 0x1, RZ"), [2]),
         ((*save, "LDG.E.64 R8, desc[UR4][R2.64]", "IADD3 R2, R9, 0x1, RZ"), []),
