@@ -365,10 +365,24 @@ def latent_fp8_kernel(
     SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
+    WEIGHTS: gl.constexpr = [2 * GROUPS if SPEC.storage.row_scales else 2, SHAPE.N, SHAPE.M]
+    SCORE: gl.constexpr = score_part
+    SUM: gl.constexpr = sum_part
+    descs = (q_desc, latent_desc, rotated_desc, scale_desc)
+    run_roles(SCORE, SUM, descs, Batch(tensors, numbers, None), WEIGHTS, SPEC, DIVISION, SHAPE, PDL)
+
+
+@gluon.jit
+def run_roles(
+    SCORE: gl.constexpr, SUM: gl.constexpr, descs, batch, WEIGHTS: gl.constexpr, SPEC: gl.constexpr,
+    DIVISION: gl.constexpr, SHAPE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Run a kernel's roles: SCORE in the first warpgroup, SUM in the other two, and the producer. WEIGHTS: the shape of
+    the weights in shared memory, for two tiles."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    dtype: gl.constexpr = tensors.query.dtype.element_ty
+    dtype: gl.constexpr = batch.tensors.query.dtype.element_ty
     M: gl.constexpr = SHAPE.M
     N: gl.constexpr = SHAPE.N
     STAGES: gl.constexpr = SHAPE.stages
@@ -392,8 +406,7 @@ def latent_fp8_kernel(
         scale_layout: gl.constexpr = gl.NVMMASharedLayout(0, 16, 2)
         scale_pages = gl.allocate_shared_memory(gl.float16, [STAGES * PAGES, SHAPE.page, 8], scale_layout)
         scales = reinterpret(scale_pages, gl.float32, [STAGES, N, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    weight_layout: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16, 2)
-    weights = gl.allocate_shared_memory(gl.float16, [2 * GROUPS if SCALED else 2, N, M], weight_layout)
+    weights = gl.allocate_shared_memory(gl.float16, WEIGHTS, gl.NVMMASharedLayout(2 * WEIGHTS[2], 16, 2))
     factors = gl.allocate_shared_memory(gl.float32, [2, M], vector)
     changed = gl.allocate_shared_memory(gl.int32, [2, 4], vector)
     shared = BytesMemory(
@@ -401,11 +414,7 @@ def latent_fp8_kernel(
         scales, ring.ring_of(STAGES, PAGES, 3), Messages(weights, factors, changed, ring.ring_of(2, 1, 2)),
     )  # fmt: skip
     fence_async_shared()
-    batch = Batch(tensors, numbers, None)
     share = share_of(share_index(SPEC, DIVISION), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
-    descs = (q_desc, latent_desc, rotated_desc, scale_desc)
-    SCORE: gl.constexpr = score_part
-    SUM: gl.constexpr = sum_part
     LOAD: gl.constexpr = roles.load_part
     ROWS_OF_UNIT: gl.constexpr = roles.load_rows
     PAGE: gl.constexpr = load_page

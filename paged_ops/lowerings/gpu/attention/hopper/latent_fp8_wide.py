@@ -16,14 +16,13 @@ import functools
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention.hopper import latent, latent_few, ring
 from paged_ops.lowerings.gpu.attention.hopper import latent_fp8 as narrow
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
 from paged_ops.lowerings.gpu.attention.hopper.consumer import apply_soft_cap
-from paged_ops.lowerings.gpu.attention.hopper.latent_fp8 import GROUPS, BytesMemory
-from paged_ops.lowerings.gpu.attention.hopper.latent_roles import CHUNKS, LatentShape, Messages
+from paged_ops.lowerings.gpu.attention.hopper.latent_fp8 import GROUPS
+from paged_ops.lowerings.gpu.attention.hopper.latent_roles import CHUNKS, LatentShape
 from paged_ops.lowerings.gpu.attention.hopper.softmax import (
     LEAST,
     by_threads,
@@ -31,11 +30,9 @@ from paged_ops.lowerings.gpu.attention.hopper.softmax import (
     rows_layout,
     softmax_tile,
 )
-from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, share_of, walk
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
-from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
 from paged_ops.lowerings.gpu.fp8 import widen_pairs
-from paged_ops.lowerings.gpu.gluon_names import reinterpret
 from paged_ops.lowerings.gpu.launch import Choice, Launches
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec
 from paged_ops.lowerings.gpu.target import Target
@@ -232,47 +229,8 @@ def latent_fp8_wide_kernel(
     SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    dtype: gl.constexpr = tensors.query.dtype.element_ty
-    M: gl.constexpr = SHAPE.M
-    N: gl.constexpr = SHAPE.N
-    STAGES: gl.constexpr = SHAPE.stages
-    PAGES: gl.constexpr = N // SHAPE.page
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    half_layout: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
-    weight_layout: gl.constexpr = gl.NVMMASharedLayout(2 * KEYS, 16, 2)
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    queries = gl.allocate_shared_memory(dtype, [CHUNKS, M, 64], layout)
-    rows = reinterpret(queries, gl.float16, [CHUNKS * 2, M, 32], half_layout)
-    latent_pages = gl.allocate_shared_memory(gl.float16, [STAGES * GROUPS * PAGES, SHAPE.page, 64], layout)
-    latents = reinterpret(latent_pages, gl.int16, [STAGES * GROUPS, N, 64], layout)
-    rotated_pages = gl.allocate_shared_memory(gl.float16, [STAGES * PAGES, SHAPE.page, 32], half_layout)
-    rotated = reinterpret(rotated_pages, gl.int16, [STAGES, N, 32], half_layout)
-    weights = gl.allocate_shared_memory(gl.float16, [2 * (N // KEYS), M, KEYS], weight_layout)
-    factors = gl.allocate_shared_memory(gl.float32, [2, M], vector)
-    changed = gl.allocate_shared_memory(gl.int32, [2, 4], vector)
-    shared = BytesMemory(
-        queries, rows, ring.ring_of(1, 1, 1), latent_pages, latents, rotated_pages, rotated, None, None,
-        ring.ring_of(STAGES, PAGES, 3), Messages(weights, factors, changed, ring.ring_of(2, 1, 2)),
-    )  # fmt: skip
-    fence_async_shared()
-    batch = Batch(tensors, numbers, None)
-    share = share_of(share_index(SPEC, DIVISION), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
-    descs = (q_desc, latent_desc, rotated_desc, None)
+    WEIGHTS: gl.constexpr = [2 * (SHAPE.N // KEYS), SHAPE.M, KEYS]
     SCORE: gl.constexpr = score_part
     SUM: gl.constexpr = sum_part
-    LOAD: gl.constexpr = roles.load_part
-    ROWS_OF_UNIT: gl.constexpr = roles.load_rows
-    PAGE: gl.constexpr = narrow.load_page
-    gl.warp_specialize(
-        [
-            (walk, (SCORE, narrow.factors_of(batch, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (walk, (SUM, (0,), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (walk, (SUM, (2,), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (walk, (LOAD, (ROWS_OF_UNIT, PAGE, (shared.ring,), descs), batch, share, shared, SPEC, DIVISION, SHAPE)),
-        ],
-        [4, 4, 1],
-        SHAPE.registers,
-    )
+    descs = (q_desc, latent_desc, rotated_desc, None)
+    narrow.run_roles(SCORE, SUM, descs, Batch(tensors, numbers, None), WEIGHTS, SPEC, DIVISION, SHAPE, PDL)
