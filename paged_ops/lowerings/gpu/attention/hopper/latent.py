@@ -35,7 +35,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense, ring
@@ -328,10 +327,7 @@ def latent_hopper_kernel(
     tiles = tiles_of(dtype, SPEC.rotated.size, SHAPE), left, right
     messages = Messages(weights, factors, None, ring.ring_of(1, 1, 2))
     shared = LatentMemory((q_rotated, q_left, q_right), ring.ring_of(1, 1, 1), tiles, messages)
-    fence_async_shared()
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    ring.begin_kernel(PDL)
     batch = Batch(tensors, numbers, None)
     share = share_of(share_index(SPEC, DIVISION), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
     descs = (q_rotated_desc, q_latent_desc, rotated_desc, latent_desc)

@@ -23,7 +23,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.layouts import ROW_BYTES
 from paged_ops.lowerings.gpu.attention import tuning
@@ -223,10 +222,7 @@ def latent_columns_kernel(
     weights = gl.allocate_shared_memory(dtype, [M, N], layout)
     q_ring, tile_ring = ring.ring_of(SHAPE.units, 1, 1), ring.ring_of(SHAPE.stages, PAGES, 1)
     shared = ColumnsMemory(queries, q_ring, tile_ring, pages, chunks, eights, weights)
-    fence_async_shared()
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    ring.begin_kernel(PDL)
     batch = Batch(tensors, numbers, None)
     share = share_of(gl.program_id(0), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
     ATTEND: gl.constexpr = attend_part

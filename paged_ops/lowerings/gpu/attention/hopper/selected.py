@@ -26,7 +26,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import latent, ring
@@ -425,10 +424,7 @@ def selected_hopper_kernel(
         factors = gl.allocate_shared_memory(gl.float32, [M, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         messages = roles.Messages(weights, factors, None, ring.ring_of(1, 1, 2))
     shared = SelectedMemory(q_chunks, q_latents, q_rotated, q_ring, latents, rotated, tiles, seen, weights, messages)
-    fence_async_shared()
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    ring.begin_kernel(PDL)
     batch = Batch(tensors, numbers, None)
     factor = numbers.scale * LOG2E
     ATTEND: gl.constexpr = attend_part
