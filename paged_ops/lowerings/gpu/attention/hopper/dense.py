@@ -364,11 +364,11 @@ class Shared(NamedTuple):
     q_tiles: Any  # the same, as they are multiplied
     k: Any  # TileRing
     v: Any
-    newest_clean: Any  # per item: the values of its newest tile that no row may see are zeroed
-    oldest_clean: Any  # the same for its oldest tile
-    places: Any  # of items that are parts of units, see shares.py; or None
-    rows_full: Any  # per item: its query rows have arrived, later than its fields; or None
-    row_factors: Any  # factors of the rows' scores, see fp8.py; or None
+    newest_clean: Any = None  # per item: the values of its newest tile that no row may see are zeroed
+    oldest_clean: Any = None  # the same for its oldest tile
+    places: Any = None  # of items that are parts of units, see shares.py
+    rows_full: Any = None  # per item: its query rows have arrived, later than its fields
+    row_factors: Any = None  # factors of the rows' scores, see fp8.py
     turns: Any = None  # barriers at which the two consumers take turns, see consumer.py
 
 
@@ -417,9 +417,9 @@ def dense_kernel(
     batch = Batch(tensors, numbers, None)
     of_all = shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE)
     if takes_turns(SHAPE):
-        shared = Shared(*of_all, None, None, None, (barriers(1, 128), barriers(1, 128)))  # type: ignore[call-arg]
+        shared = Shared(*of_all, turns=(barriers(1, 128), barriers(1, 128)))  # type: ignore[misc]
     else:
-        shared = Shared(*of_all, None, None, None)  # type: ignore[call-arg]
+        shared = Shared(*of_all)
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
     if SHAPE.M > 2 * WARPGROUP:

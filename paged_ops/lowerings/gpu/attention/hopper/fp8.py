@@ -269,11 +269,11 @@ def fp8_kernel(
         rows = ring.signal_of(SHAPE.slots)
         shared = Shared(*of_all[:2], groups, *of_all[3:], None, rows, factors)  # type: ignore[call-arg]
     else:
-        shared = Shared(*of_all, None, None, None)  # type: ignore[call-arg]
+        shared = Shared(*of_all)
     K_BYTES: gl.constexpr = BYTES.k.parts
     V_BYTES: gl.constexpr = BYTES.v.parts
     keys, values = bytes_of(K_BYTES, BYTES), bytes_of(V_BYTES, BYTES)
-    tiles_of_bytes = Shared(*of_all[:2], None, None, keys, values, None, None, None, None, None)  # type: ignore[call-arg]
+    tiles_of_bytes = Shared(of_all[0], of_all[1], None, None, keys, values)
     fence_async_shared()
     gl.warp_specialize(
         [

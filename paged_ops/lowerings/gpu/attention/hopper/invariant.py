@@ -316,7 +316,7 @@ def invariant_items_kernel(
     """Items of all sequences. ``arrived``, or ``taken``, are the counters, which are zero."""
     numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     batch = Batch(tensors, numbers, None)
-    shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None, None)  # type: ignore[call-arg]
+    shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE))
     ending = signal_of(SHAPE.slots)
     begin_kernel(PDL)
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)

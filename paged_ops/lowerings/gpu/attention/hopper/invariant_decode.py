@@ -322,7 +322,7 @@ def invariant_decode_kernel(
     items = gl.allocate_shared_memory(gl.int32, [SHAPE.slots * FIELDS, 1], mbarrier.MBarrierLayout())
     groups = query_places(dtype, SHAPE.slots * ROWS, K_PARTS)
     keys, values = bytes_of(K_BYTES, BYTES, 128), bytes_of(V_BYTES, BYTES, 128)
-    shared = Shared(items, item_ring, groups, None, keys, values, None, None, None, None, None)
+    shared = Shared(items, item_ring, groups, None, keys, values)
     tiles = Tiles(
         as_tiles(groups, dtype, SHAPE.slots, ROWS, K_PARTS)[0],
         reinterpret(keys.pages[0], gl.int16, [BYTES.stages, N, D // 2], tile_layout(N, D // 2)),

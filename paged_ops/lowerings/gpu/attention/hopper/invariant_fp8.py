@@ -64,11 +64,11 @@ def invariant_fp8_kernel(
         rows = signal_of(SHAPE.slots)
         shared = Shared(*of_all[:2], groups, *of_all[3:], None, rows, factors)  # type: ignore[call-arg]
     else:
-        shared = Shared(*of_all, None, signal_of(SHAPE.slots), None)  # type: ignore[call-arg]
+        shared = Shared(*of_all, rows_full=signal_of(SHAPE.slots))  # type: ignore[misc]
     K_BYTES: gl.constexpr = BYTES.k.parts
     V_BYTES: gl.constexpr = BYTES.v.parts
     keys, values = bytes_of(K_BYTES, BYTES), bytes_of(V_BYTES, BYTES)
-    of_bytes = Shared(*of_all[:2], None, None, keys, values, None, None, None, None, None)  # type: ignore[call-arg]
+    of_bytes = Shared(of_all[0], of_all[1], None, None, keys, values)
     ending = signal_of(SHAPE.slots)
     begin_kernel(PDL)
     if tensors.k_scale is not None:

@@ -288,7 +288,7 @@ def invariant_mixed_kernel(
     numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     batch = Batch(tensors, numbers, None)
     dtype: gl.constexpr = tensors.query.dtype.element_ty
-    shared = Shared(*shared_memory(dtype, SPEC, SHAPE), None, signal_of(1), None)  # type: ignore[call-arg]
+    shared = Shared(*shared_memory(dtype, SPEC, SHAPE), None, signal_of(1))  # type: ignore[call-arg]
     memory = decode_memory(dtype, DECODES)
     ending = signal_of(SHAPE.slots)
     ring.begin_kernel(PDL)

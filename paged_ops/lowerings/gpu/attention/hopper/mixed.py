@@ -352,7 +352,7 @@ def mixed_kernel(
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     TIMES: gl.constexpr = DIVISION.times
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    shared = Shared(*shared_memory(dtype, SPEC, SHAPE), None, ring.signal_of(1), None)  # type: ignore[call-arg]
+    shared = Shared(*shared_memory(dtype, SPEC, SHAPE), None, ring.signal_of(1))  # type: ignore[call-arg]
     memory = decode_memory(dtype, DECODES)
     ring.begin_kernel(PDL)
     share = share_of(gl.program_id(0), PROGRAMS, batch, SPEC, DIVISION, DECODES)

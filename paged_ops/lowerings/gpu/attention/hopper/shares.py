@@ -173,7 +173,7 @@ def shares_kernel(
     places = gl.allocate_shared_memory(gl.int32, [SHAPE.slots, 1], mbarrier.MBarrierLayout())
     rows_full = signal_of(SHAPE.slots)
     of_all = shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE)
-    shared = Shared(*of_all, places, rows_full, None)  # type: ignore[call-arg]
+    shared = Shared(*of_all, places, rows_full)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     AHEAD: gl.constexpr = 32 // (SHAPE.N // SHAPE.page)  # tiles whose block ids a warp loads at once
     begin_kernel(PDL)
