@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from paged_ops.lowerings.gpu.attention import tuning
@@ -53,7 +53,7 @@ from paged_ops.lowerings.gpu.attention.hopper.launch import (
 )
 from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing, producer, scheduler
 from paged_ops.lowerings.gpu.attention.hopper.ring import barriers, ring_of, signal_of
-from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS
+from paged_ops.lowerings.gpu.attention.hopper.work import places_of_items
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.triton import decode
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launches, launcher_of
@@ -388,7 +388,7 @@ def shared_memory(dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr, 
     q_tiles = as_tiles(q_groups, dtype, ROW_SLOTS * CONSUMERS, WARPGROUP, PIECES)
     keys = tiles_of(dtype, K_PARTS, SHAPE, RELEASES)
     values = tiles_of(dtype, V_PARTS, SHAPE, RELEASES)
-    items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())
+    items = places_of_items(SLOTS)
     item_ring = ring_of(SLOTS, 1, CONSUMERS + READERS)
     newest_clean = signal_of(SLOTS)
     oldest_clean = newest_clean

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from paged_ops.lowerings.gpu.attention.hopper import fp8, ring, softmax
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
@@ -31,7 +30,7 @@ from paged_ops.lowerings.gpu.attention.hopper.invariant_items import Items, coun
 from paged_ops.lowerings.gpu.attention.hopper.loader import loader
 from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, prefetch_ids, producer
 from paged_ops.lowerings.gpu.attention.hopper.segments import common_segment, fold_weights, segment_tiles
-from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, end_items, next_tiles, read_item, write_item
+from paged_ops.lowerings.gpu.attention.hopper.work import end_items, next_tiles, places_of_items, read_item, write_item
 from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, needs_mask
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.fp8 import widen_halves, widen_pairs
@@ -319,7 +318,7 @@ def invariant_decode_kernel(
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     ROWS: gl.constexpr = max(M, rows_at_once(D))  # that are loaded
     item_ring = ring.ring_of(SHAPE.slots, 1, 2)
-    items = gl.allocate_shared_memory(gl.int32, [SHAPE.slots * FIELDS, 1], mbarrier.MBarrierLayout())
+    items = places_of_items(SHAPE.slots)
     groups = query_places(dtype, SHAPE.slots * ROWS, K_PARTS)
     keys, values = bytes_of(K_BYTES, BYTES, 128), bytes_of(V_BYTES, BYTES, 128)
     shared = Shared(items, item_ring, groups, None, keys, values)

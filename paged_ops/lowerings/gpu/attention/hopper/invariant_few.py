@@ -24,12 +24,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from paged_ops.lowerings.gpu.attention.hopper import dense
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E, zero_rows
@@ -50,7 +45,7 @@ from paged_ops.lowerings.gpu.attention.hopper.ring import (
 )
 from paged_ops.lowerings.gpu.attention.hopper.segments import common_segment, fold_weights, segment_tiles
 from paged_ops.lowerings.gpu.attention.hopper.softmax import LEAST, normaliser, raised
-from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, end_items, next_tiles, read_item, write_item
+from paged_ops.lowerings.gpu.attention.hopper.work import end_items, next_tiles, places_of_items, read_item, write_item
 from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, keys_of_rows, needs_mask
 from paged_ops.lowerings.gpu.attention.shared.tile import LN2, Batch
 from paged_ops.lowerings.gpu.spec import Numbers, Spec
@@ -97,7 +92,7 @@ def memory_of(dtype: gl.constexpr, SHAPE: gl.constexpr):
     SLOTS: gl.constexpr = SHAPE.slots
     K_PARTS: gl.constexpr = SHAPE.k.parts
     V_PARTS: gl.constexpr = SHAPE.v.parts
-    items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())
+    items = places_of_items(SLOTS)
     queries = gl.allocate_shared_memory(dtype, [SLOTS, M, D], tile_layout(M, D))
     weights = gl.allocate_shared_memory(dtype, [M, SHAPE.N], tile_layout(M, SHAPE.N))
     keys = tiles_of(dtype, K_PARTS, SHAPE, 128)

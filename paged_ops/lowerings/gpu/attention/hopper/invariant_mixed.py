@@ -16,12 +16,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles, mixed, ring
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E, zero_rows
@@ -38,7 +33,7 @@ from paged_ops.lowerings.gpu.attention.hopper.invariant_sums import column_sums,
 from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing, producer, rows_of
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, signal_of, stage_of
 from paged_ops.lowerings.gpu.attention.hopper.softmax import LEAST, raised
-from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, end_items, next_tiles, read_item, write_item
+from paged_ops.lowerings.gpu.attention.hopper.work import end_items, next_tiles, places_of_items, read_item, write_item
 from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, keys_of_rows, needs_mask
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
@@ -87,7 +82,7 @@ def decode_memory(dtype: gl.constexpr, SHAPE: gl.constexpr):
     SLOTS: gl.constexpr = SHAPE.slots
     CHUNKS: gl.constexpr = SHAPE.k.size // WIDTH
     PLACES: gl.constexpr = SHAPE.stages * CHUNKS
-    items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())
+    items = places_of_items(SLOTS)
     queries = gl.allocate_shared_memory(dtype, [CHUNKS, SHAPE.M, WIDTH], layout)
     pages = gl.allocate_shared_memory(dtype, [PLACES * (SHAPE.N // SHAPE.page), SHAPE.page, WIDTH], layout)
     tiles = reinterpret(pages, dtype, [PLACES, SHAPE.N, WIDTH], layout)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, stage_of, wait_empty, wait_full
 from paged_ops.lowerings.gpu.attention.shared.masks import key_tiles
@@ -105,6 +106,12 @@ def column_of(item, SHAPE: gl.constexpr):
     if SHAPE.pieces > 1:
         column = item.kh % SHAPE.pieces * SHAPE.v.size
     return column
+
+
+@gluon.jit
+def places_of_items(SLOTS: gl.constexpr):
+    """Shared memory for the fields of items, SLOTS at a time."""
+    return gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit
