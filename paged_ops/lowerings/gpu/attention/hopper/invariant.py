@@ -54,8 +54,7 @@ from paged_ops.lowerings.gpu.attention.hopper.launch import (
     aligned_rows,
     contiguous_rows,
 )
-from paged_ops.lowerings.gpu.attention.hopper.loader import loader
-from paged_ops.lowerings.gpu.attention.hopper.producer import producer
+from paged_ops.lowerings.gpu.attention.hopper.loader import load_tiles
 from paged_ops.lowerings.gpu.attention.hopper.ring import begin_kernel, signal_of
 from paged_ops.lowerings.gpu.attention.hopper.segments import Cuts, fold_weights, segments_of
 from paged_ops.lowerings.gpu.attention.hopper.softmax import LEAST, normaliser
@@ -325,7 +324,7 @@ def invariant_items_kernel(
             [
                 (scheduler, (batch, shared, ending, SPEC, PLAN, SHAPE)),
                 (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
-                (load_tiles, (descs, batch, shared, ending, SPEC, PLAN, SHAPE, LOADS)),
+                (load_tiles, (descs, batch, shared, ending, LOADS, SPEC, PLAN, SHAPE, SPEC)),
             ],
             [4, 1],
             SHAPE.registers,
@@ -336,22 +335,11 @@ def invariant_items_kernel(
                 (scheduler, (batch, shared, ending, SPEC, PLAN, SHAPE)),
                 (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
                 (consumer, (1, batch, shared, SPEC, PLAN, SHAPE)),
-                (load_tiles, (descs, batch, shared, ending, SPEC, PLAN, SHAPE, LOADS)),
+                (load_tiles, (descs, batch, shared, ending, LOADS, SPEC, PLAN, SHAPE, SPEC)),
             ],
             [4, 4, 1],
             SHAPE.registers,
         )
-
-
-@gluon.jit
-def load_tiles(
-    descs, batch, shared, ending, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr, LOADS: gl.constexpr
-):  # fmt: skip
-    """The producer's role; LOADS: see :func:`loads_of`."""
-    if LOADS == 2:
-        producer(descs, batch, shared, SPEC, SHAPE, 32 // (SHAPE.N // SHAPE.page), ending, PLAN.lead)
-    else:
-        loader(batch, shared, ending, PLAN.lead, SPEC, SHAPE, LOADS == 1)
 
 
 @triton.jit(do_not_specialize=Numbers._fields)

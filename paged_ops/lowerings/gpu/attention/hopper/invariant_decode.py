@@ -27,8 +27,8 @@ from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, Shared
 from paged_ops.lowerings.gpu.attention.hopper.fp8 import LEAST, bytes_of
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import as_tiles, query_places, rows_at_once, tile_layout
 from paged_ops.lowerings.gpu.attention.hopper.invariant_items import Items, count_items, counters_of, item_of
-from paged_ops.lowerings.gpu.attention.hopper.loader import loader
-from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, prefetch_ids, producer
+from paged_ops.lowerings.gpu.attention.hopper.loader import load_tiles
+from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, prefetch_ids
 from paged_ops.lowerings.gpu.attention.hopper.segments import common_segment, fold_weights, segment_tiles
 from paged_ops.lowerings.gpu.attention.hopper.work import end_items, next_tiles, places_of_items, read_item, write_item
 from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, needs_mask
@@ -339,22 +339,8 @@ def invariant_decode_kernel(
         [
             (decoder, (tiles, batch, shared, SPEC, PLAN, SHAPE)),
             (take_segments, (batch, shared, ending, SPEC, PLAN, SHAPE)),
-            (load_bytes, (descs, batch, shared, ending, SPEC, PAIRS, PLAN, BYTES, LOADS)),
+            (load_tiles, (descs, batch, shared, ending, LOADS, SPEC, PLAN, BYTES, PAIRS)),
         ],
         [1, 1],
         SHAPE.registers,
     )
-
-
-@gluon.jit
-def load_bytes(
-    descs, batch, shared, ending, SPEC: gl.constexpr, PAIRS: gl.constexpr, PLAN: gl.constexpr, BYTES: gl.constexpr,
-    LOADS: gl.constexpr,
-):  # fmt: skip
-    """The producer's role; LOADS: as in invariant.py."""
-    if LOADS == 2:
-        producer(descs, batch, shared, SPEC, BYTES, 32 // (BYTES.N // BYTES.page), ending, PLAN.lead)
-    elif LOADS == 1:
-        loader(batch, shared, ending, PLAN.lead, PAIRS, BYTES, True)
-    else:
-        loader(batch, shared, ending, PLAN.lead, SPEC, BYTES, False)

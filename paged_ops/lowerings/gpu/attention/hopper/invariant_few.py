@@ -32,7 +32,8 @@ from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, tiles_of
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import tile_layout
 from paged_ops.lowerings.gpu.attention.hopper.invariant_items import Items, count_items, counters_of, item_of
 from paged_ops.lowerings.gpu.attention.hopper.invariant_sums import column_sums, tile_sums
-from paged_ops.lowerings.gpu.attention.hopper.producer import load_rows, prefetch_ids, producer
+from paged_ops.lowerings.gpu.attention.hopper.loader import load_tiles
+from paged_ops.lowerings.gpu.attention.hopper.producer import load_rows, prefetch_ids
 from paged_ops.lowerings.gpu.attention.hopper.ring import (
     begin_kernel,
     fill,
@@ -307,13 +308,11 @@ def invariant_few_kernel(
     memory = memory_of(tensors.query.dtype.element_ty, SHAPE)
     ending = signal_of(SHAPE.slots)
     begin_kernel(PDL)
-    LEAD: gl.constexpr = PLAN.lead
-    GROUP: gl.constexpr = 32 // (SHAPE.N // SHAPE.page)
     gl.warp_specialize(
         [
             (consumer, (batch, memory, SPEC, PLAN, SHAPE)),
             (scheduler, (batch, memory, ending, SPEC, PLAN, SHAPE)),
-            (producer, (((k_desc,), (v_desc,)), batch, memory, SPEC, SHAPE, GROUP, ending, LEAD)),
+            (load_tiles, (((k_desc,), (v_desc,)), batch, memory, ending, 2, SPEC, PLAN, SHAPE, SPEC)),
         ],
         [1, 1],
         SHAPE.registers,

@@ -14,9 +14,9 @@ from paged_ops.lowerings.gpu.attention.hopper import fp8
 from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.fp8 import bytes_of, converter
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, as_tiles, rows_at_once
-from paged_ops.lowerings.gpu.attention.hopper.invariant_decode import load_bytes
 from paged_ops.lowerings.gpu.attention.hopper.invariant_items import scheduler
 from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import consumer
+from paged_ops.lowerings.gpu.attention.hopper.loader import load_tiles
 from paged_ops.lowerings.gpu.attention.hopper.ring import begin_kernel, signal_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.spec import Numbers, Spec
@@ -81,7 +81,7 @@ def invariant_fp8_kernel(
                 (converter, (keys, values, shared, E4M3, SHAPE, True)),
                 (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
                 (scheduler, (batch, shared, ending, SPEC, PLAN, SHAPE)),
-                (load_bytes, (descs, batch, of_bytes, ending, SPEC, PAIRS, PLAN, BYTES, LOADS)),
+                (load_tiles, (descs, batch, of_bytes, ending, LOADS, SPEC, PLAN, BYTES, PAIRS)),
             ],
             [4, 1, 1],
             SHAPE.registers,
@@ -93,7 +93,7 @@ def invariant_fp8_kernel(
                 (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
                 (consumer, (1, batch, shared, SPEC, PLAN, SHAPE)),
                 (scheduler, (batch, shared, ending, SPEC, PLAN, SHAPE)),
-                (load_bytes, (descs, batch, of_bytes, ending, SPEC, PAIRS, PLAN, BYTES, LOADS)),
+                (load_tiles, (descs, batch, of_bytes, ending, LOADS, SPEC, PLAN, BYTES, PAIRS)),
             ],
             [4, 4, 1, 1],
             SHAPE.registers,

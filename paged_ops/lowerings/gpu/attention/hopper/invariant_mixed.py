@@ -30,7 +30,8 @@ from paged_ops.lowerings.gpu.attention.hopper.invariant_items import (
 )
 from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import consumer
 from paged_ops.lowerings.gpu.attention.hopper.invariant_sums import column_sums, tile_sums
-from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing, producer, rows_of
+from paged_ops.lowerings.gpu.attention.hopper.loader import load_tiles
+from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing, rows_of
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, signal_of, stage_of
 from paged_ops.lowerings.gpu.attention.hopper.softmax import LEAST, raised
 from paged_ops.lowerings.gpu.attention.hopper.work import end_items, next_tiles, places_of_items, read_item, write_item
@@ -287,15 +288,13 @@ def invariant_mixed_kernel(
     memory = decode_memory(dtype, DECODES)
     ending = signal_of(SHAPE.slots)
     ring.begin_kernel(PDL)
-    LEAD: gl.constexpr = PLAN.lead
-    GROUP: gl.constexpr = 32 // (SHAPE.N // SHAPE.page)
     gl.warp_specialize(
         [
             (decoder, (batch, memory, SPEC, PLAN, DECODES)),
             (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
             (consumer, (1, batch, shared, SPEC, PLAN, SHAPE)),
             (scheduler, (batch, shared, ending, SPEC, PLAN, SHAPE)),
-            (producer, (((k_desc,), (v_desc,)), batch, shared, SPEC, SHAPE, GROUP, ending, LEAD)),
+            (load_tiles, (((k_desc,), (v_desc,)), batch, shared, ending, 2, SPEC, PLAN, SHAPE, SPEC)),
             (load_segments, ((k_chunk_desc, v_chunk_desc), batch, memory, SPEC, PLAN, SHAPE, DECODES)),
         ],
         [4, 4, 1, 1, 1],

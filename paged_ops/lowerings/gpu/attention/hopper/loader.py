@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import as_tiles, rows_at_once
+from paged_ops.lowerings.gpu.attention.hopper.producer import producer
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, wait_empty
 from paged_ops.lowerings.gpu.attention.hopper.work import next_tiles, read_item
 from paged_ops.lowerings.gpu.gluon_names import load_async
@@ -136,3 +137,18 @@ def loader(
             end_loads(shared, total - 1)
         n += 1
         tiles = next_tiles(shared, n, 1)
+
+
+@gluon.jit
+def load_tiles(
+    descs, batch, shared, ending, LOADS: gl.constexpr, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr,
+    PAIRS: gl.constexpr,
+):  # fmt: skip
+    """The producer's role in the batch-invariant kernels. LOADS: see ``loads_of`` of invariant.py. PAIRS: SPEC, or over
+    an fp8 cache the spec of its pairs of bytes."""
+    if LOADS == 2:
+        producer(descs, batch, shared, SPEC, SHAPE, 32 // (SHAPE.N // SHAPE.page), ending, PLAN.lead)
+    elif LOADS == 1:
+        loader(batch, shared, ending, PLAN.lead, PAIRS, SHAPE, True)
+    else:
+        loader(batch, shared, ending, PLAN.lead, SPEC, SHAPE, False)
