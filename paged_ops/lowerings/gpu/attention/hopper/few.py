@@ -25,7 +25,7 @@ from paged_ops.lowerings.gpu.attention.hopper import dense, ring
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
 from paged_ops.lowerings.gpu.attention.hopper.consumer import factor_of, zero_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import Columns
-from paged_ops.lowerings.gpu.attention.hopper.head_chunks import box_layout, box_of, tile_layout
+from paged_ops.lowerings.gpu.attention.hopper.head_chunks import places, tile_layout
 from paged_ops.lowerings.gpu.attention.hopper.latent_few import Steps, attend
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, Described, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.producer import load_rows, rows_of
@@ -215,8 +215,9 @@ def few_kernel(
     D: gl.constexpr = SHAPE.D
     N: gl.constexpr = SHAPE.N
     PAGES: gl.constexpr = SHAPE.places * (N // SHAPE.page)
+    PARTS: gl.constexpr = SHAPE.k.parts
     queries = gl.allocate_shared_memory(dtype, [SHAPE.M, D], tile_layout(SHAPE.M, D))
-    pages = gl.allocate_shared_memory(dtype, pages_of(PAGES, SHAPE.page, D), box_layout(D))
+    pages = places(dtype, PAGES, SHAPE.page, PARTS)[0]
     tiles = reinterpret(pages, dtype, [SHAPE.places, N, D], tile_layout(N, D))
     eights = reinterpret(pages, dtype, [SHAPE.places * (N // 8), 8, D], tile_layout(8, D))
     weights = gl.allocate_shared_memory(dtype, [SHAPE.M, N], gl.NVMMASharedLayout(128, 16, 2))
@@ -234,8 +235,3 @@ def few_kernel(
         [1],
         SHAPE.registers,
     )
-
-
-@gluon.constexpr_function
-def pages_of(pages, rows, size):
-    return [pages, *box_of(rows, size)]
