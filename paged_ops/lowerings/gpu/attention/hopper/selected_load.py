@@ -32,7 +32,7 @@ class Token(NamedTuple):
 
 
 @gluon.jit
-def token_at(t, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, WARPS: gl.constexpr):
+def token_at(t, batch, DIVISION: gl.constexpr, WARPS: gl.constexpr):
     """:class:`Token` of row t. All loads are under way at once."""
     tensors, S = batch.tensors, batch.numbers.S
     TIMES: gl.constexpr = DIVISION.times
@@ -88,7 +88,7 @@ def load_part(
     entries = batch.tensors.selected_keys + part.row_start.to(gl.int64) * SPEC.masks.selection.entries
     j = positions(entries, part.tile, x, SPEC, SHAPE)
     next_j = positions(entries, part.tile + 1, x, SPEC, SHAPE)
-    token = token_at(part.row_start, batch, SPEC, DIVISION, WARPS)
+    token = token_at(part.row_start, batch, DIVISION, WARPS)
     live, block = blocks_of(j, token, batch, SPEC)
     for t in range(part.count):
         rows = batch.tensors.key_cache + block.to(gl.int64) * SIDE.n + (j % SPEC.B).to(gl.int64) * SIDE.b
