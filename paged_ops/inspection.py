@@ -8,6 +8,7 @@ one tensor that enter a graph as two inputs), so :class:`CompileReport` reads th
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -41,7 +42,7 @@ class CompileReport:
     * is passed to an op of this package as a cache (``kv_cache``, ``value_cache``, ``kv_caches``, ...): these arguments
       should be inputs of the graph, or views of inputs; or
     * has the dtype of one of ``caches`` and the number of elements of that cache, of one plane of it (its keys) or of
-      its whole storage: this finds copies made by other ops too.
+      its whole storage: this finds copies made by other ops too. Only sizes that vary as a cache's do are compared.
 
     A kernel that reads a cache of these ops and writes it back counts too: a view of another dtype causes one.
 
@@ -115,7 +116,7 @@ class CompileReport:
             self._previous(code)
         graph = len(self.code)
         self.code.append(code)
-        self.copies += [f"graph {graph}: {copy}" for copy in find_cache_copies(code, self._sizes, _size_hints())]
+        self.copies += [f"graph {graph}: {copy}" for copy in find_cache_copies(code, self._sizes, _hints(self._sizes))]
 
 
 def find_cache_copies(
@@ -126,7 +127,7 @@ def find_cache_copies(
     Args:
         code: a module of generated code; one that is not Python has no findings.
         sizes: (dtype, number of elements) of buffers that count as copies by their size alone.
-        hints: values of the symbols in the sizes of buffers.
+        hints: values of the symbols that sizes of caches have; buffers with another symbol do not count by their size.
     """
     try:
         module = ast.parse(code)
@@ -226,13 +227,20 @@ def _sizes_of(cache: Tensor) -> Iterator[tuple[torch.dtype, int]]:
     yield cache.dtype, cache.untyped_storage().nbytes() // cache.element_size()
 
 
-def _size_hints() -> dict[str, int]:
-    """The values that the symbols of the graph being compiled had when it was traced."""
+def _hints(sizes: set[tuple[torch.dtype, int]]) -> dict[str, int]:
+    """The symbols in the sizes of those inputs of the graph being compiled that are as large as a cache, as a cache and
+    its copy have the same symbols; and their values when it was traced."""
     shape_env: Any = V.graph.sizevars.shape_env
     values = getattr(shape_env, "backed_var_to_val", None)  # the name until torch 2.12 is var_to_val
     if values is None:
         values = shape_env.var_to_val
-    return {str(symbol): int(value) for symbol, value in values.items()}
+    numbers, found = {number for _, number in sizes}, dict[str, int]()
+    for each in V.graph.graph_inputs.values():
+        number: Any = math.prod(each.get_size()) if hasattr(each, "get_size") else 0
+        symbols: set[Any] = getattr(number, "free_symbols", set())
+        if symbols and symbols <= values.keys() and int(number.subs(values)) in numbers:
+            found |= {str(symbol): int(values[symbol]) for symbol in symbols}
+    return found
 
 
 def _graph_breaks() -> int:

@@ -80,6 +80,32 @@ def test_a_copy_that_no_op_of_ours_takes_is_found_by_its_size() -> None:
     assert "has the size of a cache" in report.copies[0]
 
 
+def test_a_result_that_happens_to_have_the_size_of_a_cache_is_no_copy() -> None:
+    """Logits of a number of sequences that varies, over a cache whose size does not."""
+
+    def step(key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor, head: Tensor) -> Tensor:
+        paged_ops.reshape_and_cache(key, value, kv_cache, slots)
+        return key.flatten(1) @ head
+
+    key, value, slots = rows(4)
+    kv_cache, head = torch.zeros(N, 2, B, K, D), torch.zeros(K * D, N * 2 * B * K * D // 4)
+    for tensor in (key, value, slots):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    with CompileReport([kv_cache]) as report:
+        logits = torch.compile(step, fullgraph=True)(key, value, kv_cache, slots, head)
+    assert logits.numel() == kv_cache.numel()
+    assert (report.graphs, report.cache_copies) == (1, 0), report.copies
+
+
+def test_a_copy_of_a_cache_of_open_size_is_found_by_its_size() -> None:
+    key, value, slots = rows(4)
+    kv_cache = torch.zeros(N, 2, B, K, D)
+    with CompileReport([kv_cache]) as report:
+        torch.compile(write_by_index, fullgraph=True, dynamic=True)(key, value, kv_cache, slots)
+    assert report.cache_copies == 1
+    assert "has the size of a cache" in report.copies[0]
+
+
 def test_a_copy_that_only_the_counters_see() -> None:
     key, value, slots = rows(4)
     kv_cache = torch.zeros(N, 2, B, K, D, dtype=torch.uint8)
