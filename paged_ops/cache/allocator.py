@@ -16,7 +16,7 @@ from paged_ops.cache.block_pool import BlockPool, CacheStats, most_blocks_kept, 
 from paged_ops.cache.block_pool import OutOfBlocks as OutOfBlocks
 from paged_ops.cache.lock import CacheLock
 from paged_ops.cache.prefixes import Prefix, PrefixIndex, servable_lengths
-from paged_ops.checks import as_token_ids, at_least, is_integer
+from paged_ops.checks import as_token_ids, at_least, flag, integers, is_integer
 from paged_ops.masks import oldest_key
 
 
@@ -238,7 +238,7 @@ class BlockAllocator:
     def reset(self, free_sequences: bool = False) -> None:
         """Forgets all prefixes, on the host too. For changed weights or adapters, as the cache holds the old ones' keys
         and values. Raises ``ValueError`` if there are sequences, unless asked to free them first."""
-        if self._sequences and not free_sequences:
+        if not flag("free_sequences", free_sequences) and self._sequences:
             raise ValueError(
                 f"free_sequences: expected no sequence in the cache, got {len(self._sequences)}; free them, or say True"
             )
@@ -289,6 +289,7 @@ class BlockAllocator:
         """Whether ``swap_in`` would find its blocks now, and after it the next ``num_tokens`` uncomputed tokens (by
         ``reserve`` or ``append``) theirs, with ``spare_blocks`` left over."""
         seq = self._swapped(seq_id)
+        at_least(0, num_tokens=num_tokens, spare_blocks=spare_blocks)
         stop = max(seq.num_reserved, seq.num_computed + num_tokens)
         more = self._num_blocks(stop) - self._num_blocks(seq.num_reserved) + spare_blocks
         return self.pool.fits(self._swap_plan(seq) + [None] * more)
@@ -437,8 +438,7 @@ class BlockAllocator:
     ) -> tuple[list[Prefix], list[int | None], int]:
         """The prefixes that an admission finds, its request to the pool, and how many tokens get slots."""
         prefixes, blocks = self._chain(tokens, extra_key)
-        at_least(0, max_cached=0 if max_cached is None else max_cached)
-        most = len(blocks) if max_cached is None else max_cached // self.block_size
+        most = len(blocks) if max_cached is None else integers(0, max_cached=max_cached)[0] // self.block_size
         length = max(length for length in self._servable(blocks) if length <= most)
         num_reserved = len(tokens)
         if first_chunk is not None:
@@ -455,7 +455,7 @@ class BlockAllocator:
 
     def _growth(self, seq: _Sequence, num_tokens: int) -> tuple[bool, int]:
         """Whether an append must copy the last block first, and how many fresh blocks it needs in all."""
-        if num_tokens < 0:
+        if type(num_tokens) is not int or num_tokens < 0:
             at_least(0, num_tokens=num_tokens)
         copies_tail = False
         if num_tokens and seq.num_reserved % self.block_size and (owners := self.pool.ref_counts[seq.blocks[-1]]) > 1:

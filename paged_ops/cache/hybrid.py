@@ -25,7 +25,7 @@ from paged_ops.cache.kv_cache import KVCache
 from paged_ops.cache.lock import CacheLock
 from paged_ops.cache.shard import UNSHARDED, TokenShard
 from paged_ops.cache.states import StateCache
-from paged_ops.checks import as_token_ids, at_least, expect
+from paged_ops.checks import as_token_ids, at_least, expect, integers, is_integer
 from paged_ops.layouts import Layout
 
 _LONGEST = 2**24  # tokens of a sequence whose layers all keep state: it is one block of that size
@@ -265,7 +265,7 @@ class HybridCache:
     def reserve(self, seq_id: Hashable, num_tokens: int) -> None:
         """As ``KVCache.reserve``."""
         for pool in self.pools:
-            if num_tokens > pool.num_reservable(seq_id):
+            if not is_integer(num_tokens) or num_tokens > pool.num_reservable(seq_id):
                 pool.reserve(seq_id, num_tokens)  # says why not
         for pool in self.pools:
             pool.reserve(seq_id, num_tokens)
@@ -350,13 +350,13 @@ class HybridCache:
     def can_swap_out(self, seq_id: Hashable) -> bool:
         """Whether ``swap_out`` would find the room it needs now."""
         has_slot = self.states is None or self.states.num_free_host_slots > 0
-        return has_slot and all(pool.can_swap_out(seq_id) for pool in self.pools)
+        return all(pool.can_swap_out(seq_id) for pool in self.pools) and has_slot  # a pool knows the seq_id
 
     def can_swap_in(self, seq_id: Hashable, *, num_tokens: int = 0, spare_blocks: int = 0) -> bool:
         """As ``KVCache.can_swap_in``, in each pool."""
         has_slot = self.states is None or self.states.num_free_slots > 0
         options = {"num_tokens": num_tokens, "spare_blocks": spare_blocks}
-        return has_slot and all(pool.can_swap_in(seq_id, **options) for pool in self.pools)
+        return all(pool.can_swap_in(seq_id, **options) for pool in self.pools) and has_slot
 
     def synchronize(self) -> None:
         """Waits until all swaps are done; see ``KVCache.synchronize``."""
@@ -397,7 +397,8 @@ class HybridCache:
 
     def _common_length(self, tokens: list[int], extra_key: Hashable, max_cached: int | None) -> int:
         lengths = self.cached_lengths(tokens, extra_key)
-        return max(length for length in lengths if max_cached is None or length <= max(max_cached, 0))
+        most = lengths[-1] if max_cached is None else integers(0, max_cached=max_cached)[0]
+        return max(length for length in lengths if length <= most)
 
     def _finish_commit(self) -> None:
         if self._committing is None:

@@ -221,6 +221,7 @@ class KVCache(BlockAllocator):
         """Moves a sequence to the host cache, asynchronously on the current stream. Later work on that stream may use
         its device blocks at once. ``swap_in`` is asynchronous, too. Returns the (device block, host block) pairs that
         were moved."""
+        self._live(seq_id)
         self.flush_copies()
         return super().swap_out(seq_id)
 

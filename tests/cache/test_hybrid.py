@@ -193,12 +193,15 @@ BAD_CALLS = [
     ("admit", ("c", list(range(40))), {}, OutOfBlocks, "device cache: expected 10 free blocks, got 5 of 8"),
     ("admit", ("c", list(range(16))), {}, OutOfBlocks, "device cache: expected 4 free blocks, got 3 of 6"),
     ("admit", ("c", [1]), {"first_chunk": 0}, ValueError, "first_chunk: expected at least 1, got 0"),
+    ("admit", ("c", [1]), {"max_cached": -1}, ValueError, "max_cached: expected at least 0, got -1"),
+    ("can_admit", ([1],), {"max_cached": "1"}, ValueError, "max_cached: expected an integer of at least 0, got '1'"),
     ("append", ("a", list(range(16))), {}, OutOfBlocks, "device cache: expected 4 free blocks, got 3 of 6"),
     ("append", ("nobody", [1]), {}, ValueError, "seq_id: 'nobody' is unknown"),
     ("commit", ("b", 4), {}, ValueError, r"num_written: expected 0\.\.3"),
     ("commit", ("b", 1, [7, 8]), {}, ValueError, "token_ids: expected num_written = 1"),
     ("commit", ("b", 2, [7, 8.5]), {}, ValueError, r"token_ids: expected integers, a list .*, got \[7, 8.5\]"),
     ("reserve", ("b", 4), {}, ValueError, r"num_tokens: expected 0\.\.3"),
+    ("reserve", ("b", "4"), {}, ValueError, r"num_tokens: expected 0\.\.3"),
     ("fork", ("b", "c"), {}, ValueError, "parent_id: 'b' has 3 reserved tokens"),
     ("fork", ("a", "b"), {}, ValueError, "seq_id: 'b' is in use"),
     ("free", ("nobody",), {}, ValueError, "seq_id: 'nobody' is unknown"),
@@ -232,6 +235,8 @@ def test_states_that_run_out_change_nothing() -> None:
         assert state(cache) == before
     cache.swap_out("c")
     assert not cache.can_swap_out("a")
+    with pytest.raises(ValueError, match="seq_id: 'nobody' is unknown"):
+        cache.can_swap_out("nobody")
     before = state(cache)
     with pytest.raises(OutOfBlocks):
         cache.swap_out("a")

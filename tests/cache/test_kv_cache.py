@@ -575,6 +575,7 @@ BAD_CALLS = [
     ("append", ("out", [1]), ValueError, "seq_id: 'out' is swapped out"),
     ("append", ("full", list(range(9))), OutOfBlocks, "device cache: expected 4 free blocks, got 2 of 6"),
     ("can_append", ("full", -1), ValueError, "num_tokens: expected at least 0, got -1"),
+    ("can_append", ("full", 1.5), ValueError, "num_tokens: expected an integer of at least 0, got 1.5"),
     ("commit", ("full", 2), ValueError, r"num_written: expected 0\.\.1 .*, got 2"),
     ("commit", ("full", -1), ValueError, r"num_written: expected 0\.\.1 .*, got -1"),
     ("commit", ("full", torch.tensor([1, 1])), ValueError, r"num_written: expected 0\.\.1 .*, got tensor"),
@@ -590,6 +591,9 @@ BAD_CALLS = [
     ("fork", ("nobody", "new"), ValueError, "seq_id: 'nobody' is unknown"),
     ("fork", ("out", "new"), ValueError, "seq_id: 'out' is swapped out"),
     ("free", ("nobody",), ValueError, "seq_id: 'nobody' is unknown: never admitted, or freed already"),
+    ("reset", ("full",), ValueError, "free_sequences: expected True or False, got 'full'"),
+    ("swap_out", ("out",), ValueError, "seq_id: 'out' is swapped out"),
+    ("swap_out", ("nobody",), ValueError, "seq_id: 'nobody' is unknown"),
     ("swap_in", ("full",), ValueError, "seq_id: 'full' is not swapped out"),
     ("swap_in", ("nobody",), ValueError, "seq_id: 'nobody' is unknown"),
     ("can_swap_in", ("full",), ValueError, "seq_id: 'full' is not swapped out"),
@@ -610,6 +614,13 @@ def test_a_bad_call_says_why_and_changes_nothing(name: str, args: tuple, error: 
         getattr(cache, name)(*args)
     assert state(cache) == before
     assert torch.equal(cache.layers[0], bytes_before)
+
+
+@pytest.mark.parametrize("number", [-1, 1.5, "1"])
+@pytest.mark.parametrize("name", ["num_tokens", "spare_blocks"])
+def test_can_swap_in_takes_no_such_number(name: str, number: object) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected "):
+        prepared().can_swap_in("out", **{name: number})
 
 
 def test_swaps_that_do_not_fit_change_nothing() -> None:
