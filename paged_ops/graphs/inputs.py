@@ -15,7 +15,7 @@ from torch import Tensor
 from paged_ops.cache.hybrid import HybridCache
 from paged_ops.cache.kv_cache import KVCache
 from paged_ops.cache.states import PADDING_ROW
-from paged_ops.checks import expect
+from paged_ops.checks import describe_setting, expect
 from paged_ops.graphs.modes import GraphKey
 from paged_ops.metadata import AttentionMetadata, AttentionMetadataBuilder, Batch, GraphSupport
 
@@ -68,6 +68,9 @@ def build_inputs(
 ) -> StepInputs:
     """A step padded to S sequences and T tokens. Padding ids are 0, or ids of an earlier step."""
     ids: Any = input_ids
+    if isinstance(ids, Tensor):
+        whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+        expect(whole, "input_ids", "integers", ids)
     if isinstance(ids, Tensor) and ids.device == builder.device and ids.device.type != "cpu":
         t = batch.num_tokens
         expect(ids.shape == (t,), "input_ids", f"the {t} tokens of the batch", ids)
@@ -75,9 +78,12 @@ def build_inputs(
         inputs = inputs_of(builder, S, T, metadata)
         inputs.input_ids[:t].copy_(ids)
         return inputs
-    if isinstance(ids, list) and ids:  # which torch reads slowly
-        ids = torch.frombuffer(array.array("q", ids), dtype=torch.int64)
-    ids = torch.as_tensor(ids, dtype=torch.int64, device="cpu").contiguous()
+    try:
+        if isinstance(ids, (list, tuple)) and ids:  # which torch reads slowly
+            ids = torch.frombuffer(array.array("q", ids), dtype=torch.int64)
+        ids = torch.as_tensor(ids, dtype=torch.int64, device="cpu").contiguous()
+    except (TypeError, OverflowError, RuntimeError):
+        expect(False, "input_ids", "integers", describe_setting(input_ids))
     metadata = builder.build(common_prefix_len, batch, num_reqs=S, num_tokens=T, lookahead=lookahead, input_ids=ids)
     return inputs_of(builder, S, T, metadata)
 

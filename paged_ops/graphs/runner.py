@@ -302,6 +302,8 @@ class DecodeGraphs(NotCopied):
         Raises:
             ValueError: the batch is wrong, or the cache has moved since capture.
         """
+        expect(isinstance(batch, Batch), "batch", "a Batch", batch)
+        expect(is_integer(lookahead), "lookahead", "an integer", describe_setting(lookahead))
         n, t = batch.num_reqs, batch.num_tokens
         common_prefix_len *= self.cascade
         is_advanced = lookahead > 0 and self._sample is not None and batch.is_uniform(1)

@@ -27,6 +27,7 @@ from paged_ops.metadata.step import AttentionMetadata, CascadeMetadata, ContextM
 from paged_ops.metadata.validation import (
     check_common_prefix,
     check_input_ids,
+    check_numbers,
     check_state_slots,
     is_needed,
     needed_blocks,
@@ -189,6 +190,7 @@ class AttentionMetadataBuilder(NotCopied):
                 Nothing has been written then.
         """
         expect(isinstance(batch, Batch), "batch", "a Batch, after common_prefix_len", batch)
+        check_numbers(num_reqs, num_tokens, lookahead)
         if input_ids is not None:
             check_input_ids(input_ids, self._buffers.inputs is not None)
         if common_prefix_len == 0:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_ops.checks import expect
+from paged_ops.checks import describe_setting, expect, is_integer
 from paged_ops.metadata.batch import blocks_for
 
 
@@ -20,6 +20,16 @@ def check_input_ids(input_ids: Any, has_inputs: bool) -> None:
     is_read = isinstance(input_ids, Tensor) and input_ids.dtype == torch.int64 and input_ids.dim() == 1
     is_read = is_read and input_ids.device.type == "cpu" and input_ids.is_contiguous()
     expect(is_read, "input_ids", "a contiguous int64 tensor [num_tokens] on the CPU", input_ids)
+
+
+def check_numbers(num_reqs: Any, num_tokens: Any, lookahead: Any) -> None:
+    """That the numbers of a step are integers, before C++ reads them."""
+    optional = (int, type(None))
+    if type(num_reqs) in optional and type(num_tokens) in optional and type(lookahead) is int:
+        return
+    for name, number in (("num_reqs", num_reqs), ("num_tokens", num_tokens), ("lookahead", lookahead)):
+        known = is_integer(number) or (number is None and name != "lookahead")
+        expect(known, name, "an integer", describe_setting(number))
 
 
 def padded_size(argument: str, asked: int | None, actual: int, limit_name: str, limit: int) -> int:

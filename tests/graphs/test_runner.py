@@ -318,6 +318,25 @@ def test_wrong_number_of_ids():
         runner().replay(Batch([2], [0], [[0]]), [1, 2, 3])
 
 
+@pytest.mark.parametrize(
+    ("batch", "ids", "lookahead", "message"),
+    [
+        ([2], [1, 2], 0, r"batch: expected a Batch, got \[2\]"),
+        (None, [1.5, 2], 0, r"input_ids: expected integers, got \[1.5, 2\]"),
+        (None, None, 0, "input_ids: expected integers, got None"),
+        (None, torch.tensor([1.5, 2.5]), 0, "input_ids: expected integers, got a float32 tensor"),
+        (None, [1, 2], "1", "lookahead: expected an integer, got '1'"),
+    ],
+)
+def test_wrong_types_leave_the_last_step(batch, ids, lookahead, message):
+    run = runner()
+    run.replay(Batch([2], [0], [[3]]), [1, 2])
+    before = run.builder._buffers.storage.clone()
+    with pytest.raises(ValueError, match=message):
+        run.replay(batch or Batch([2], [4], [[0]]), ids, lookahead=lookahead)
+    assert torch.equal(run.builder._buffers.storage, before)
+
+
 def test_wrong_ids_on_the_device_leave_the_last_step():
     """They are copied there after the metadata was built, which overwrites the last step."""
     run = runner()

@@ -118,6 +118,18 @@ def test_what_is_refused_is_not_written(name):
     assert made(True)._build_at_once(Batch([1], [5], torch.full((1, M), 7)), None, None, None, 0) is not None
 
 
+@pytest.mark.parametrize(
+    ("name", "number"), [("num_reqs", 4.0), ("num_tokens", "8"), ("num_tokens", True), ("lookahead", None)]
+)
+@pytest.mark.parametrize("fills", [True, False])
+def test_numbers_that_are_no_integers(name, number, fills):
+    builder = made(fills)
+    batch = Batch([1, 3], [40, 0], torch.full((2, M), 7))
+    with pytest.raises(ValueError, match=f"{name}: expected an integer, got '?{number}"):
+        builder.build(0, batch, **{name: number})
+    assert (builder._buffers.storage == 0x77).all()
+
+
 def test_entries_that_no_length_needs_may_hold_anything():
     table = torch.full((2, M), 2**40)
     table[0, :3], table[1, :1] = 7, 8
